@@ -1,0 +1,53 @@
+# Every target sets up .venv from the lock file first; a fresh machine needs only Python 3.11+ and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export TURNGATE_SHARED ?= $(abspath ../shared)
+
+.PHONY: help setup demo run test lint bench crash build lock clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: $(STAMP) ## virtual environment with all that the lock file names
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Turngate needs Python 3.11 or newer; say make PYTHON=python3.12 (found: $$($(PYTHON) -V))"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+	  || { echo "Could not make $(VENV): on Debian and Ubuntu install the package python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: setup ## simulator, sidecar and mixed traffic; no key, no network
+	$(BIN)/turngate demo
+
+run: setup ## the sidecar with built-in defaults, in front of the real providers
+	$(BIN)/turngate serve
+
+test: setup ## all tests
+	$(BIN)/python -m pytest
+
+lint: setup ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup ## side by side with other proxies (reads ../shared/bench)
+	$(BIN)/python tests/bench/bench.py
+
+crash: setup ## 100 kill -9 of proxy and observer under load
+	TURNGATE_CRASHES=100 $(BIN)/python -m pytest tests/test_crash.py --timeout 3600
+
+build: setup ## wheel and sdist in dist/
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+lock: setup ## resolve requirements.lock again
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-url --no-annotate --no-header \
+	  --python-version 3.11 --all-extras --upgrade --quiet pyproject.toml -o requirements.lock
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""One file per wire format: bytes to graph and back. Pure."""

@@ -1,0 +1,1 @@
+"""Data only: what people look at."""

@@ -1,0 +1,1 @@
+"""What happened, told one way: typed events, spool, metrics, evidence."""

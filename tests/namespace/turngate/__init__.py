@@ -1,0 +1,1 @@
+../../../proxy/_root/__init__.py
