@@ -30,7 +30,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=Fal
     at_s: float
 
 
-class ProxyStarted(Event, tag="proxy_started"):
+class ProxyStarted(Event, frozen=True, tag="proxy_started"):
     """A proxy process began to listen; `instance` is random per process."""
 
     instance: str
@@ -38,21 +38,21 @@ class ProxyStarted(Event, tag="proxy_started"):
     pid: int
 
 
-class ProxyStopped(Event, tag="proxy_stopped"):
+class ProxyStopped(Event, frozen=True, tag="proxy_stopped"):
     """A proxy process drained and ended by itself; its absence after a start means a crash."""
 
     instance: str
     open_exchanges: int
 
 
-class ObserverStarted(Event, tag="observer_started"):
+class ObserverStarted(Event, frozen=True, tag="observer_started"):
     """The observer child was started; `restart` counts from 0 in this proxy process."""
 
     instance: str
     restart: int
 
 
-class ExchangeEnded(Event, tag="exchange_ended"):
+class ExchangeEnded(Event, frozen=True, tag="exchange_ended"):
     """One request and what came of it. Emitted once per exchange, also for relayed bytes (`api` empty)."""
 
     operation: str
@@ -75,7 +75,7 @@ class ExchangeEnded(Event, tag="exchange_ended"):
     total_s: float
 
 
-class FindingMade(Event, tag="finding_made"):
+class FindingMade(Event, frozen=True, tag="finding_made"):
     """A request rule objects. `action` is what this stage did about it."""
 
     operation: str
@@ -87,7 +87,7 @@ class FindingMade(Event, tag="finding_made"):
     action: Literal["rejected", "would_reject", "reported"]
 
 
-class RequestUnjudged(Event, tag="request_unjudged"):
+class RequestUnjudged(Event, frozen=True, tag="request_unjudged"):
     """A generation request that was not judged, and why (`body.undecodable`, `limit.body`, ...)."""
 
     operation: str
@@ -95,7 +95,7 @@ class RequestUnjudged(Event, tag="request_unjudged"):
     why: str
 
 
-class CallDecided(Event, tag="call_decided"):
+class CallDecided(Event, frozen=True, tag="call_decided"):
     """One streamed or whole tool call of an answer: let through, or withheld (`held` false: watched only)."""
 
     operation: str
@@ -108,7 +108,7 @@ class CallDecided(Event, tag="call_decided"):
     hold_bytes: int
 
 
-class PreviewRetracted(Event, tag="preview_retracted"):
+class PreviewRetracted(Event, frozen=True, tag="preview_retracted"):
     """A turn did not end well; `enforced` tells whether the app was told so by us."""
 
     operation: str
@@ -119,7 +119,7 @@ class PreviewRetracted(Event, tag="preview_retracted"):
     preview_bytes: int
 
 
-class StateChanged(Event, tag="state_changed"):
+class StateChanged(Event, frozen=True, tag="state_changed"):
     """A move of one dispatch in the ledger. `before` is empty for the first."""
 
     operation: str
@@ -129,14 +129,14 @@ class StateChanged(Event, tag="state_changed"):
     how: str
 
 
-class FailureCounted(Event, tag="failure_counted"):
+class FailureCounted(Event, frozen=True, tag="failure_counted"):
     """Something of ours broke and traffic went on; `where` names the stage."""
 
     where: str
     error: str
 
 
-class EventsDropped(Event, tag="events_dropped"):
+class EventsDropped(Event, frozen=True, tag="events_dropped"):
     """The spool was at its bound; `count` events of `event_class` are lost."""
 
     event_class: Literal["verdict", "other"]
@@ -159,5 +159,7 @@ AnyEvent = (
 
 EVENT_TYPES: Final[tuple[type[Event], ...]] = AnyEvent.__args__
 
-VERDICT_EVENTS: Final[frozenset[type[Event]]] = frozenset({FindingMade, CallDecided, PreviewRetracted, StateChanged})
+VERDICT_EVENTS: Final[frozenset[type[Event]]] = frozenset(
+    {FindingMade, CallDecided, PreviewRetracted, StateChanged}
+)
 """Events that outlive others when the spool is at its bound."""

@@ -1,0 +1,206 @@
+"""The command line: one function a command. Errors say what is wrong and what to do; exit codes are for scripts."""
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+import uvloop
+from rich.console import Console
+
+import turngate
+from turngate.adapters import levels, registry
+from turngate.adapters.dialect import Undecodable
+from turngate.proxy import config, server
+from turngate.proxy.config import Settings, SettingsError
+from turngate.proxy.rollout import Stage
+from turngate.validators.rules import Finding, Judgement, Verdict, judge
+
+EX_USAGE, EX_INTERNAL = 64, 70
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Sidecar between an app and its LLM provider: illegal message sequences stay in, half tool calls stay out.",
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+@app.command()
+def serve(
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Settings file (default: ./turngate.yaml).")
+    ] = None,
+    listen: Annotated[str | None, typer.Option(help="Where apps connect [default: 127.0.0.1:8787].")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Where Prometheus scrapes [default: 127.0.0.1:8788].")
+    ] = None,
+    admin: Annotated[str | None, typer.Option(help="Admin and health [default: 127.0.0.1:8789].")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Ledger, spool, evidence, keys.")] = None,
+    stage: Annotated[Stage | None, typer.Option(help="How far Turngate may go [default: observe].")] = None,
+    upstream: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=URL", help="A provider; may be repeated.")
+    ] = None,
+    allow_remote: Annotated[bool | None, typer.Option("--allow-remote", help="Listen off loopback.")] = None,
+) -> None:
+    """Run the sidecar.
+
+    Point the app at it with OPENAI_BASE_URL=http://127.0.0.1:8787/v1 or ANTHROPIC_BASE_URL=http://127.0.0.1:8787.
+    SIGTERM and Ctrl-C drain: open answers may end first; a second one ends them.
+    """
+    settings = _settings(
+        config_file,
+        listen=listen,
+        metrics=metrics,
+        admin=admin,
+        data_dir=data_dir,
+        stage=stage,
+        upstreams=_upstreams(upstream or []) or None,
+        allow_remote=allow_remote,
+    )
+    try:
+        listening = server.Listening.bind(settings)
+        uvloop.run(server.serve(settings, listening, _announce))
+    except server.StartError as error:
+        _fail(str(error), 1)
+
+
+def _announce(proxy: server.Proxy) -> None:
+    host, port = proxy.listening.data.getsockname()[:2]
+    base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    metrics = proxy.listening.metrics.getsockname()
+    settings = proxy.settings
+    err.print(
+        f"turngate {turngate.__version__} listens on {base} (stage {settings.stage}, data in {settings.data_dir})"
+    )
+    for name, each in sorted(settings.upstreams.items()):
+        err.print(f"  {name:<12} {each.url}")
+    err.print(f"  app      OPENAI_BASE_URL={base}/v1  ANTHROPIC_BASE_URL={base}")
+    err.print(f"  metrics  http://{metrics[0]}:{metrics[1]}/metrics")
+
+
+class Api(StrEnum):
+    """The dialects that `check` reads."""
+
+    CHAT = registry.CHAT.api
+    MESSAGES = registry.MESSAGES.api
+
+
+SERVERS = {registry.CHAT.api: "openai", registry.MESSAGES.api: "anthropic"}
+"""Whose rules `check` applies where none is named."""
+
+
+@app.command()
+def check(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE|-", help="A request body as JSON; - reads standard input.")
+    ],
+    api: Annotated[
+        Api | None, typer.Option(help="Its dialect; guessed from the body where not given.")
+    ] = None,
+    server_name: Annotated[
+        str, typer.Option("--server", help="Whose rules, e.g. openai, azure, deepseek, vllm.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+) -> None:
+    """Judge one request body as the sidecar would.
+
+    Exit code: 0 legal, 1 illegal, 2 waiting for a tool result, 3 unjudged, 64 usage, 70 internal error.
+    """
+    try:
+        body = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        _fail(f"cannot read {file}: {error.strerror or error}", EX_USAGE)
+    try:
+        guess = ""
+        if api is not None:
+            dialect = registry.DIALECTS[api.value]
+        else:
+            dialect, guess = registry.by_body(body)
+        judgement = judge(
+            dialect.parse_request(body), levels.levels(dialect.api, server_name or SERVERS[dialect.api])
+        )
+    except Undecodable as error:
+        _print_verdict(file, api.value if api else "", "", Judgement(Verdict.UNJUDGED), as_json, str(error))
+        raise typer.Exit(3) from error
+    except Exception as error:  # noqa: BLE001 - told with its own exit code
+        _fail(f"turngate failed on {file}: {type(error).__name__}: {error}", EX_INTERNAL)
+    _print_verdict(file, dialect.api, guess, judgement, as_json)
+    raise typer.Exit(
+        {Verdict.LEGAL: 0, Verdict.ILLEGAL: 1, Verdict.WAITING: 2, Verdict.UNJUDGED: 3}[judgement.verdict]
+    )
+
+
+STYLES = {
+    Verdict.LEGAL: "green",
+    Verdict.WAITING: "yellow",
+    Verdict.ILLEGAL: "red",
+    Verdict.UNJUDGED: "magenta",
+}
+
+
+def _print_verdict(
+    file: str, api: str, guess: str, judgement: Judgement, as_json: bool, why: str = ""
+) -> None:
+    if as_json:
+        findings = [_as_dict(finding) for finding in judgement.findings]
+        line = {"id": file, "api": api, "verdict": judgement.verdict, "findings": findings}
+        print(json.dumps({**line, "why": why} if why else line))
+        return
+    verdict = judgement.verdict
+    out.print(f"[{STYLES[verdict]}]{verdict}[/]  {api}" + (f" (guessed: {guess})" if guess else ""))
+    if why:
+        out.print(f"  {why}", markup=False)
+    for finding in judgement.findings:
+        out.print(f"  {finding.level} {finding}", markup=False)
+
+
+def _as_dict(finding: Finding) -> dict[str, str]:
+    return {
+        "reason": finding.reason,
+        "level": finding.level,
+        "at": finding.at,
+        "message": finding.message,
+        "remedy": finding.remedy,
+    }
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    out.print(turngate.__version__)
+
+
+def _settings(config_file: Path | None, **flags: object) -> Settings:
+    try:
+        settings = config.load(config_file, **flags)
+    except SettingsError as error:
+        _fail(str(error), EX_USAGE)
+    for name in config.unknown_variables():
+        err.print(f"[yellow]warning:[/] environment variable {name} is no setting and is not used")
+    return settings
+
+
+def _upstreams(named: list[str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for each in named:
+        name, equals, url = each.partition("=")
+        if not equals or not name or not url:
+            _fail(f"--upstream {each}: write NAME=URL, e.g. openai=https://api.openai.com", EX_USAGE)
+        found[name] = {"url": url}
+    return found
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    err.print(f"[red]error:[/] {text}" if err.is_terminal else f"error: {text}", markup=err.is_terminal)
+    raise typer.Exit(code)

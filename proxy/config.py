@@ -1,0 +1,263 @@
+"""Settings: one model, read once, passed down as values.
+
+Flags win over environment variables (`TURNGATE_SECTION__KEY`), those over `turngate.yaml`. An unknown key or a bad
+value stops the start with the key, the value and what is allowed.
+"""
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Final, Self, get_args
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from turngate.proxy.rollout import Stage
+from turngate.proxy.upstream import Origin
+
+ENV_PREFIX: Final = "TURNGATE_"
+CONFIG_VARIABLE: Final = "TURNGATE_CONFIG"
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the text says which key, which value, and what is allowed."""
+
+
+class Address(BaseModel):
+    """Where to listen."""
+
+    model_config = ConfigDict(frozen=True)
+    host: str
+    port: int = Field(ge=0, le=65535)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def _address(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    host, colon, port = value.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ValueError("an address is HOST:PORT, e.g. 127.0.0.1:8787")
+    return {"host": host.removeprefix("[").removesuffix("]") or "127.0.0.1", "port": int(port)}
+
+
+AddressField = Annotated[Address, BeforeValidator(_address)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _url(value: str) -> str:
+    Origin.parse(value)  # raises ValueError with what to do
+    return value.rstrip("/")
+
+
+class Upstream(_Section):
+    """A provider that may be reached. `server` names the family whose rules it has; else its own name does."""
+
+    url: Annotated[str, AfterValidator(_url)]
+    server: str = ""
+
+
+class Match(_Section):
+    """What a scope covers: an upstream by name, models by pattern (`gpt-*`). Empty covers all."""
+
+    upstream: str = "*"
+    model: str = "*"
+
+
+class Scope(_Section):
+    """A stage for what it matches. The first scope that matches counts."""
+
+    match: Match = Match()
+    stage: Stage
+
+
+class Limits(_Section):
+    """Bounds of what is kept in memory."""
+
+    body_bytes: int = Field(default=64 * 2**20, ge=1024)
+    """A request body, or a whole JSON answer, larger than this is passed on unjudged."""
+    hold_bytes: int = Field(default=32 * 2**20, ge=1024)
+    """What one answer's gate may hold before it gives the turn up (`limit.hold`)."""
+
+
+class LedgerSettings(_Section):
+    """Leases and ages of the dispatch ledger, in seconds."""
+
+    lease_s: float = Field(default=10.0, gt=0)
+    settle_s: float = Field(default=5.0, ge=0)
+    """How long a dispatch with tools stays UNKNOWN after its connection ended before it counts as abandoned."""
+
+
+class Spool(_Section):
+    """The log between proxy and observer."""
+
+    bytes_max: int = Field(default=256 * 2**20, ge=2**20)
+
+
+DEFAULT_UPSTREAMS: Final = {
+    "openai": Upstream(url="https://api.openai.com"),
+    "anthropic": Upstream(url="https://api.anthropic.com"),
+}
+
+
+def _default_data_dir() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "turngate"
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. See `turngate serve --help` for the flags."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=True
+    )
+
+    listen: AddressField = Address(host="127.0.0.1", port=8787)
+    metrics: AddressField = Address(host="127.0.0.1", port=8788)
+    admin: AddressField = Address(host="127.0.0.1", port=8789)
+    allow_remote: bool = False
+    data_dir: Path = Field(default_factory=_default_data_dir)
+    stage: Stage = Stage.OBSERVE
+    """The stage of everything that no scope covers."""
+    scopes: tuple[Scope, ...] = ()
+    upstreams: dict[str, Upstream] = Field(default_factory=dict)
+    default_upstream: str = ""
+    drain_s: float = Field(default=25.0, ge=0)
+    limits: Limits = Limits()
+    ledger: LedgerSettings = LedgerSettings()
+    spool: Spool = Spool()
+
+    @field_validator("upstreams", mode="after")
+    @classmethod
+    def _with_defaults(cls, named: dict[str, Upstream]) -> dict[str, Upstream]:
+        return {**DEFAULT_UPSTREAMS, **named}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = ", ".join(sorted(self.upstreams))
+        if self.default_upstream and self.default_upstream not in self.upstreams:
+            raise ValueError(f"default_upstream: {self.default_upstream!r} is no upstream; there are {names}")
+        if not self.listen.is_loopback and not self.allow_remote:
+            raise ValueError(
+                f"listen: {self.listen} can be reached from elsewhere and would be an open relay; "
+                "say allow_remote: true (--allow-remote) if that is meant"
+            )
+        return self
+
+    def stage_for(self, upstream: str, model: str) -> Stage:
+        """The stage in force for a request."""
+        for scope in self.scopes:
+            if fnmatchcase(upstream, scope.match.upstream) and fnmatchcase(model, scope.match.model):
+                return scope.stage
+        return self.stage
+
+    def stages(self, upstream: str) -> frozenset[Stage]:
+        """Every stage that may be in force at an upstream, whatever the model."""
+        found: set[Stage] = set()
+        for scope in self.scopes:
+            if fnmatchcase(upstream, scope.match.upstream):
+                found.add(scope.stage)
+                if scope.match.model == "*":
+                    return frozenset(found)
+        return frozenset(found | {self.stage})
+
+
+def load(config: Path | None = None, **flags: object) -> Settings:
+    """Read all sources. Flags that are None were not given. Raises SettingsError."""
+    named = config or (Path(os.environ[CONFIG_VARIABLE]) if os.environ.get(CONFIG_VARIABLE) else None)
+    path = named or Path("turngate.yaml")
+    if named is not None and not named.is_file():
+        raise SettingsError(f"cannot read settings from {named}: there is no such file")
+
+    class FromFile(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, YamlConfigSettingsSource(settings_cls, yaml_file=path)
+
+    try:
+        return FromFile(**{key: value for key, value in flags.items() if value is not None})  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise SettingsError("\n".join(_told(error))) from error
+    except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+        raise SettingsError(f"cannot read settings from {path}: {error}") from error
+
+
+def unknown_variables() -> list[str]:
+    """Environment variables that look like settings and are none. A warning only: orchestrators make up such names
+    (a Kubernetes service called turngate gives every pod a TURNGATE_PORT)."""
+    known = {f"{ENV_PREFIX}{name}".upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}
+    return sorted(
+        name
+        for name in os.environ
+        if name.startswith(ENV_PREFIX) and name.split("__")[0].upper() not in known
+    )
+
+
+def _told(error: ValidationError) -> Iterator[str]:
+    """One line per fault: key, value, what is allowed."""
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"]) or "settings"
+        if fault["type"] == "extra_forbidden":
+            allowed = _allowed_keys(fault["loc"])
+            close = difflib.get_close_matches(str(fault["loc"][-1]), allowed, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            yield f"{key}: no such setting{hint}; allowed here: {', '.join(allowed)}"
+        elif key == "settings":
+            yield fault["msg"].removeprefix("Value error, ")
+        else:
+            yield f"{key}: {fault['input']!r} is not allowed: {fault['msg'].removeprefix('Value error, ')}"
+
+
+def _allowed_keys(location: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section that an unknown key stands in."""
+    model: type[BaseModel] = Settings
+    for part in location[:-1]:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            continue  # a name in a table (`upstreams.NAME`) or an index in a list: the section below it follows
+        model = next((found for found in _models(field.annotation)), model)
+    return sorted(model.model_fields)
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models(argument)

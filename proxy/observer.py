@@ -1,0 +1,164 @@
+"""The observer child: loads the spool, serves metrics and admin. `python -m turngate.proxy.observer SETTINGS_JSON`.
+
+It inherits its two listening sockets and ends when its standard input does, which is when its parent is gone, or on
+SIGTERM; both times it first loads what is sealed. Nothing here is on the path of a request.
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import duckdb
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+
+from turngate import __version__
+from turngate.proxy.admin import Status, admin_app
+from turngate.proxy.keys import load_or_create_key
+from turngate.proxy.supervisor import ObserverSettings
+from turngate.telemetry.metrics import Registry
+from turngate.telemetry.queries import open_unknowns
+from turngate.telemetry.recorder import Recorder
+
+ADMIN_TOKEN_BYTES: Final = 32
+PAUSE_MIN_S: Final = 0.5
+PAUSE_MAX_S: Final = 2.0
+PAUSE_PER_COST: Final = 100
+"""A load has a fixed price (about 15 ms of CPU), so the pause after it keeps light traffic near 1 % of a core."""
+
+BACKOFF_MAX_S: Final = 5.0
+
+
+def main() -> None:
+    """Run until the parent is gone."""
+    # Ctrl-C reaches the whole group; when to end is the parent's to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = msgspec.json.decode(sys.argv[1], type=ObserverSettings)
+    asyncio.run(_observe(settings))
+
+
+async def _observe(settings: ObserverSettings) -> None:
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+    data_dir = Path(settings.data_dir)
+    registry = Registry(__version__)
+    registry.set("observer_restarts_total", settings.restart)
+    recorder = Recorder(
+        data_dir / "spool", data_dir / "evidence", registry, retention_days=settings.retention_days
+    )
+    sites = [
+        await _serve(metrics_app(registry, recorder), socket.socket(fileno=settings.metrics_fd)),
+        await _serve_admin(data_dir, registry, recorder, socket.socket(fileno=settings.admin_fd)),
+    ]
+    parent = asyncio.create_task(_end_with_parent(stopping))
+    # One thread of its own for DuckDB, so that a scrape never waits for a load.
+    with ThreadPoolExecutor(1, "turngate-loader") as loader:
+        await _load_until(stopping, data_dir / "evidence", recorder, registry, loader)
+    parent.cancel()
+    for site in sites:
+        await site.cleanup()
+
+
+def metrics_app(registry: Registry, recorder: Recorder) -> web.Application:
+    """`/metrics` and a line that points to it; nothing here changes anything."""
+
+    async def metrics(_request: web.Request) -> web.Response:
+        registry.set("evidence_lag_seconds", recorder.lag_s())
+        return web.Response(body=registry.render(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def index(_request: web.Request) -> web.Response:
+        return web.Response(text="Turngate: metrics are at /metrics\n")
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/", index)
+    return app
+
+
+async def _serve_admin(
+    data_dir: Path, registry: Registry, recorder: Recorder, listener: socket.socket
+) -> web.AppRunner:
+    def status() -> Status:
+        return Status(
+            version=__version__,
+            evidence_rows=int(registry.value("evidence_rows_total")),
+            evidence_lag_s=recorder.lag_s(),
+            spool_bytes=int(registry.value("spool_bytes")),
+            observer_restarts=int(registry.value("observer_restarts_total")),
+        )
+
+    token = load_or_create_key(data_dir / "keys" / "admin.token", ADMIN_TOKEN_BYTES).hex()
+    host = listener.getsockname()[0]
+    return await _serve(admin_app(host=host, token=token, status=status), listener)
+
+
+async def _serve(app: web.Application, listener: socket.socket) -> web.AppRunner:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    return runner
+
+
+async def _end_with_parent(stopping: asyncio.Event) -> None:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    while await reader.read(4096):
+        pass  # nothing is said on this pipe; only its end counts
+    stopping.set()
+
+
+async def _load_until(
+    stopping: asyncio.Event,
+    evidence_dir: Path,
+    recorder: Recorder,
+    registry: Registry,
+    loader: ThreadPoolExecutor,
+) -> None:
+    """Load again and again, and once more at the end."""
+    in_loader = asyncio.get_running_loop().run_in_executor
+
+    async def tried(where: str, attempt: Awaitable[object]) -> bool:
+        try:
+            await attempt
+        except (OSError, duckdb.Error) as exc:
+            registry.add("observer_failures_total", 1, where)
+            print(f"turngate observer: {where}: {exc}", file=sys.stderr, flush=True)
+            return False
+        return True
+
+    await tried("restore", in_loader(loader, _restore, evidence_dir, registry))
+    backoff_s = PAUSE_MIN_S
+    while not stopping.is_set():
+        begun_s = time.monotonic()
+        fine = await tried("load", in_loader(loader, recorder.load_pending)) and not recorder.behind
+        cost_s = time.monotonic() - begun_s
+        backoff_s = PAUSE_MIN_S if fine else min(BACKOFF_MAX_S, backoff_s * 2)
+        pause_s = min(PAUSE_MAX_S, max(PAUSE_MIN_S, cost_s * PAUSE_PER_COST)) if fine else backoff_s
+        await _pause(stopping, pause_s)
+    await tried("load", in_loader(loader, recorder.load_pending))
+    await in_loader(loader, recorder.close)
+
+
+def _restore(evidence_dir: Path, registry: Registry) -> None:
+    """The age of an UNKNOWN dispatch must survive the observer that saw it begin."""
+    registry.restore_unknown(open_unknowns(evidence_dir))
+
+
+async def _pause(stopping: asyncio.Event, pause_s: float) -> None:
+    try:
+        await asyncio.wait_for(stopping.wait(), pause_s)
+    except TimeoutError:
+        return  # the pause is over
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What is known of one exchange, and how it is told: the only place where the data path speaks to telemetry."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from turngate.proxy.rollout import Action, Stage
+from turngate.telemetry import events
+from turngate.telemetry.events import AnyEvent, Outcome
+from turngate.validators.graph import MessageSequence
+from turngate.validators.rules import Finding, Level, Reason, Verdict
+from turngate.validators.stream import Turn, TurnVerdict
+
+ACTION_WORDS: Final[dict[Action, Literal["rejected", "would_reject", "reported"]]] = {
+    Action.REFUSE: "rejected",
+    Action.MARK: "would_reject",
+    Action.PASS: "reported",
+}
+
+
+@dataclass(slots=True)
+class Record:
+    """Facts of one exchange as they become known; `ended` turns them into its last event. Durations in seconds."""
+
+    emit: Callable[[AnyEvent], None]
+    monotonic: Callable[[], float]
+    wall: Callable[[], float]
+    operation: str
+    started_s: float
+    upstream: str = ""
+    api: str = ""
+    outcome: Outcome = "passed"
+    error_type: str = ""
+    status: int = 0
+    verdict: Verdict = Verdict.UNJUDGED
+    stage: Stage = Stage.OFF
+    enforced: bool = False
+    request_bytes: int = 0
+    decode_s: float = 0.0
+    judge_s: float = 0.0
+    claim_s: float = 0.0
+    first_byte_s: float = 0.0
+    hold_s: float = 0.0
+    hold_bytes: int = 0
+    _held_since_s: float | None = None
+
+    def findings(self, findings: tuple[Finding, ...], action: Action) -> None:
+        for finding in findings:
+            hard = finding.level is Level.HARD
+            self.emit(
+                events.FindingMade(
+                    at_s=self.wall(),
+                    operation=self.operation,
+                    upstream=self.upstream,
+                    api=self.api,
+                    reason=finding.reason,
+                    level=finding.level,
+                    at=finding.at,
+                    action=ACTION_WORDS[action] if hard else "reported",
+                )
+            )
+
+    def unjudged(self, why: Reason) -> None:
+        self.emit(
+            events.RequestUnjudged(
+                at_s=self.wall(), operation=self.operation, surface=self.api or "unknown", why=why
+            )
+        )
+
+    def failed(self, where: str, error: BaseException) -> None:
+        """Something of ours broke and the exchange went on. The text names the error's kind, never a body."""
+        self.emit(events.FailureCounted(at_s=self.wall(), where=where, error=type(error).__name__))
+
+    def went_wrong(self, outcome: Outcome, error_type: str) -> None:
+        """The first thing that went wrong is the outcome."""
+        if self.outcome == "passed":
+            self.outcome, self.error_type = outcome, error_type
+
+    def holding(self, held_bytes: int) -> None:
+        """The gate holds this much now, or nothing any more."""
+        if held_bytes:
+            self.hold_bytes = max(self.hold_bytes, held_bytes)
+            if self._held_since_s is None:
+                self._held_since_s = self.monotonic()
+        elif self._held_since_s is not None:
+            self.hold_s += self.monotonic() - self._held_since_s
+            self._held_since_s = None
+
+    def calls(self, verdict: TurnVerdict, count: int) -> None:
+        """What became of the answer's tool calls: all of them leave, or none."""
+        released = verdict.turn is Turn.COMMITTED
+        for _ in range(count):
+            self.emit(
+                events.CallDecided(
+                    at_s=self.wall(),
+                    operation=self.operation,
+                    upstream=self.upstream,
+                    api=self.api,
+                    decision="released" if released else "withheld",
+                    reason="" if released else verdict.reason or "",
+                    held=self.enforced,
+                    hold_s=self.hold_s,
+                    hold_bytes=self.hold_bytes,
+                )
+            )
+
+    def retracted(self, verdict: TurnVerdict, preview_bytes: int) -> None:
+        """The turn did not end well. `preview_bytes`: what the app had been given of it."""
+        failed = verdict.reason is Reason.STREAM_ERROR_EVENT
+        self.went_wrong("retracted", "provider_stream_error" if failed else "provider_stream_broken")
+        self.emit(
+            events.PreviewRetracted(
+                at_s=self.wall(),
+                operation=self.operation,
+                upstream=self.upstream,
+                api=self.api,
+                cause=verdict.reason or Reason.INTERNAL,
+                enforced=self.enforced,
+                preview_bytes=preview_bytes,
+            )
+        )
+
+    def ended(self, sequence: MessageSequence | None, response_bytes: int) -> None:
+        """The exchange is over."""
+        self.emit(
+            events.ExchangeEnded(
+                at_s=self.wall(),
+                operation=self.operation,
+                upstream=self.upstream,
+                api=self.api,
+                model=sequence.model if sequence else "",
+                stream=sequence.stream if sequence else False,
+                stage=self.stage,
+                verdict=self.verdict,
+                outcome=self.outcome,
+                status=self.status,
+                error_type=self.error_type,
+                messages=sequence.messages if sequence else 0,
+                request_bytes=self.request_bytes,
+                response_bytes=response_bytes,
+                decode_s=self.decode_s,
+                judge_s=self.judge_s,
+                claim_s=self.claim_s,
+                first_byte_s=self.first_byte_s,
+                total_s=self.monotonic() - self.started_s,
+            )
+        )

@@ -1,0 +1,56 @@
+"""The ladder of stages as one pure table: stage × request class × verdict → what is done.
+
+A verdict never knows the stage. This file alone turns the two into pass, mark or refuse, and says whether the
+answer's gate may hold.
+"""
+
+from enum import StrEnum
+from typing import Final
+
+from turngate.validators.rules import Verdict
+
+
+class Stage(StrEnum):
+    """How far Turngate may go in a scope. Each stage does what the one before it does, and more."""
+
+    OFF = "off"  # a byte pump: nothing is parsed
+    OBSERVE = "observe"  # judge and record; change nothing
+    ENFORCE_TEXT = "enforce-text"  # requests without tools
+    ENFORCE_TOOLS = "enforce-tools"  # tool turns too: calls leave whole or not at all
+
+
+class RequestClass(StrEnum):
+    """What a stage's promise is about."""
+
+    TEXT = "text"  # no tools declared, no tool edges
+    TOOLS = "tools"
+
+
+class Action(StrEnum):
+    """What becomes of a request."""
+
+    PASS = "pass"
+    MARK = "mark"  # passed, and recorded as what would have been refused
+    REFUSE = "refuse"
+
+
+_ENFORCED: Final = frozenset(
+    {
+        (Stage.ENFORCE_TEXT, RequestClass.TEXT),
+        (Stage.ENFORCE_TOOLS, RequestClass.TEXT),
+        (Stage.ENFORCE_TOOLS, RequestClass.TOOLS),
+    }
+)
+_REFUSABLE: Final = frozenset({Verdict.ILLEGAL, Verdict.WAITING})
+
+
+def enforced(stage: Stage, request_class: RequestClass) -> bool:
+    """True where requests may be refused and answers held."""
+    return (stage, request_class) in _ENFORCED
+
+
+def decide(stage: Stage, request_class: RequestClass, verdict: Verdict) -> Action:
+    """What to do with a judged request. What could not be judged passes (Turngate's `uncovered: pass`)."""
+    if verdict not in _REFUSABLE:
+        return Action.PASS
+    return Action.REFUSE if enforced(stage, request_class) else Action.MARK

@@ -1,0 +1,269 @@
+"""The proxy process: listeners, exchanges, ledger, spool and the observer child, from start to drained end."""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import resource
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, cast
+
+from aiohttp import web
+
+import turngate
+from turngate.proxy import wire
+from turngate.proxy.app_side import App, Connection, Written
+from turngate.proxy.config import Address, Settings
+from turngate.proxy.exchange import Exchange, Services
+from turngate.proxy.keys import load_or_create_key
+from turngate.proxy.ledger_sqlite import Ledger, LedgerDown
+from turngate.proxy.routes import Routes
+from turngate.proxy.supervisor import ObserverSettings, Supervisor
+from turngate.proxy.upstream import Pool
+from turngate.proxy.wire import Framing
+from turngate.telemetry.events import FailureCounted, ProxyStarted, ProxyStopped
+from turngate.telemetry.spool import Spool
+
+HEAD_BYTES_MAX: Final = 64 * 1024
+"""A request line or one header; aiohttp's 8 KiB is less than some providers take."""
+HEADERS_MAX: Final = 1000
+REQUEST_BUFFER_BYTES: Final = 256 * 1024
+LEDGER_RETRY_S: Final = 5.0
+
+
+class StartError(Exception):
+    """The proxy cannot start; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The three listening sockets, bound before anything else happens so that a port in use is told at once."""
+
+    data: socket.socket
+    metrics: socket.socket
+    admin: socket.socket
+
+    @classmethod
+    def bind(cls, settings: Settings) -> "Listening":
+        """Raises StartError."""
+        bound: list[socket.socket] = []
+        try:
+            for name in ("listen", "metrics", "admin"):
+                bound.append(_bind(name, getattr(settings, name)))
+        except StartError:
+            for each in bound:
+                each.close()
+            raise
+        return cls(*bound)
+
+    def close(self) -> None:
+        for each in (self.data, self.metrics, self.admin):
+            each.close()
+
+
+class Listener(web.Server):
+    """aiohttp's low-level server with connections that tell when the app leaves."""
+
+    def __call__(self) -> Connection:
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+
+class Proxy:
+    """One proxy process. `start`, then `drain`; both in its event loop."""
+
+    def __init__(self, settings: Settings, listening: Listening) -> None:
+        self.settings = settings
+        self.listening = listening
+        self.instance = secrets.token_hex(8)
+        self.ready = False
+        self._exchanges: set[Exchange] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        data_dir = settings.data_dir
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.spool = Spool(data_dir / "spool", self.instance, bytes_max=settings.spool.bytes_max)
+        self.ledger = Ledger(
+            data_dir / "ledger.sqlite3",
+            instance=self.instance,
+            emit=self.spool.emit,
+            loop=asyncio.get_running_loop(),
+            lease_s=settings.ledger.lease_s,
+        )
+        self.supervisor = Supervisor(
+            ObserverSettings(
+                data_dir=str(data_dir),
+                metrics_fd=listening.metrics.fileno(),
+                admin_fd=listening.admin.fileno(),
+            ),
+            instance=self.instance,
+            emit=self.spool.emit,
+        )
+        self._pool = Pool()
+        self._services = Services(
+            settings=settings,
+            routes=Routes(settings),
+            pool=self._pool,
+            ledger=self.ledger,
+            emit=self.spool.emit,
+            monotonic=time.monotonic,
+            wall=time.time,
+            new_operation=lambda: f"op-{secrets.token_hex(8)}",
+            digest_key=load_or_create_key(data_dir / "keys" / "digest.key", 32),
+            instance=self.instance,
+        )
+        self._listener = Listener(
+            self._handle,  # type: ignore[arg-type]  # aiohttp asks no more of an answer than Written has
+            access_log=None,
+            auto_decompress=False,
+            max_line_size=HEAD_BYTES_MAX,
+            max_field_size=HEAD_BYTES_MAX,
+            max_headers=HEADERS_MAX,
+            read_bufsize=REQUEST_BUFFER_BYTES,
+        )
+        self._server: asyncio.Server | None = None
+        self._ledger_retry: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Open the ledger, start the observer, accept requests."""
+        self.spool.start()
+        self.spool.emit(
+            ProxyStarted(
+                at_s=time.time(), instance=self.instance, version=turngate.__version__, pid=os.getpid()
+            )
+        )
+        if not self._open_ledger():
+            self._ledger_retry = asyncio.create_task(self._retry_ledger())
+        self.supervisor.start()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._listener, sock=self.listening.data, backlog=4096)
+        # What start-up made lives as long as the process: a full collection over it costs 11 to 14 ms each time.
+        gc.collect()
+        gc.freeze()
+        self.ready = True
+
+    async def drain(self) -> None:
+        """Readiness off, let open exchanges end for as long as is set, end the rest loudly, write everything down."""
+        self.ready = False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), self.settings.drain_s)
+        left = len(self._exchanges)
+        if self._server is not None:
+            self._server.close()
+        for exchange in list(self._exchanges):
+            exchange.stop()
+        await self._listener.shutdown(timeout=1.0)
+        await self._pool.close()
+        if self._ledger_retry is not None:
+            self._ledger_retry.cancel()
+        await self.ledger.close()
+        self.spool.emit(ProxyStopped(at_s=time.time(), instance=self.instance, open_exchanges=left))
+        await asyncio.to_thread(self.spool.close)
+        await self.supervisor.stop()
+        self.listening.close()
+
+    def hurry(self) -> None:
+        """Do not wait for open exchanges any longer."""
+        self._idle.set()
+
+    async def _handle(self, request: web.BaseRequest) -> Written:
+        app = App(request, cast(Connection, request.protocol))
+        if app.head.target.startswith("/-/"):
+            return self._health(app)
+        exchange = Exchange(self._services, app)
+        self._exchanges.add(exchange)
+        self._idle.clear()
+        try:
+            return Written(keep_alive=await exchange.run())
+        finally:
+            self._exchanges.discard(exchange)
+            if not self._exchanges:
+                self._idle.set()
+
+    def _health(self, app: App) -> Written:
+        """`/-/healthz`: the process answers. `/-/readyz`: it wants new requests."""
+        match app.head.target.partition("?")[0]:
+            case "/-/healthz":
+                status, body = 200, b"ok\n"
+            case "/-/readyz":
+                status, body = (200, b"ready\n") if self.ready else (503, b"draining\n")
+            case _:
+                status, body = 404, b"there are /-/healthz and /-/readyz\n"
+        headers = [("content-type", "text/plain; charset=utf-8")]
+        keep_alive = app.keeps_alive and app.at_end
+        app.start(wire.own_head(status, headers, len(body), close=not keep_alive), Framing.LENGTH)
+        if app.head.method != "HEAD":
+            app.send(body)
+        return Written(keep_alive=keep_alive)
+
+    def _open_ledger(self) -> bool:
+        try:
+            self.ledger.open()
+        except LedgerDown as error:
+            self.spool.emit(FailureCounted(at_s=time.time(), where="ledger.open", error=str(error)))
+            return False
+        return True
+
+    async def _retry_ledger(self) -> None:
+        """Traffic goes on without a ledger, as in observe, until it can be opened."""
+        while True:
+            await asyncio.sleep(LEDGER_RETRY_S)
+            if await asyncio.to_thread(self._open_ledger):
+                return
+
+
+async def serve(settings: Settings, listening: Listening, started: Callable[[Proxy], None]) -> None:
+    """Run until SIGTERM or SIGINT, then drain; a second signal ends the draining. `started` is told once."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def signalled() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled)
+    raise_file_limit()
+    try:
+        proxy = Proxy(settings, listening)
+        await proxy.start()
+    except (OSError, ValueError) as error:
+        raise StartError(f"cannot use data_dir {settings.data_dir}: {error}") from error
+    started(proxy)
+    await stop.wait()
+    draining = asyncio.ensure_future(proxy.drain())
+    hurried = asyncio.ensure_future(hurry.wait())
+    await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        proxy.hurry()
+    await draining
+    hurried.cancel()
+
+
+def raise_file_limit() -> None:
+    """Each stream takes two descriptors; the soft limit is often 1,024 while the hard one is far away."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # some systems name a hard limit they do not grant
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _bind(name: str, address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((address.host, address.port))
+        bound.listen(4096)
+    except OSError as error:
+        bound.close()
+        what = "it is in use" if error.errno == errno.EADDRINUSE else str(error)
+        raise StartError(
+            f"cannot listen on {name} {address}: {what}; choose another with --{name} HOST:PORT"
+        ) from error
+    bound.setblocking(False)
+    return bound

@@ -1,0 +1,140 @@
+"""HTTP/1.1 heads and chunk framing as bytes: what is passed on as it came, and the little that HTTP makes us change.
+
+Names, order, duplicates and values stay; hop-by-hop headers go (RFC 9110, 7.6.1), Host is the upstream's. Transfer
+framing is kept in kind: a length stays a length in its place, chunks stay chunks (their borders are not content).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from http import HTTPStatus
+from typing import Final
+
+from turngate.proxy.upstream import Head
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+
+LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+class Framing(Enum):
+    """How the end of a body is told."""
+
+    NONE = "none"
+    LENGTH = "length"
+    CHUNKED = "chunked"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """A request's head as the app sent it, with what we need to know of it."""
+
+    method: str
+    target: str
+    headers: Headers
+    framing: Framing
+    expects_continue: bool
+
+    @classmethod
+    def read(cls, method: str, target: str, headers: Headers) -> "RequestHead":
+        framing, expects_continue = Framing.NONE, False
+        for name, value in headers:
+            match name.lower():
+                case b"transfer-encoding":
+                    framing = Framing.CHUNKED
+                case b"content-length" if framing is Framing.NONE and value.strip() != b"0":
+                    framing = Framing.LENGTH
+                case b"expect":
+                    expects_continue = value.strip().lower() == b"100-continue"
+        return cls(method, target, headers, framing, expects_continue)
+
+    def has(self, lower_name: bytes) -> bool:
+        return any(name.lower() == lower_name for name, _ in self.headers)
+
+
+def request_bytes(head: RequestHead, target: str, host: bytes, *, identity: bool = False) -> bytes:
+    """The head for the upstream. `identity`: ask for an uncompressed answer, whose events can be held apart."""
+    lines = [b"%s %s HTTP/1.1\r\n" % (head.method.encode(), target.encode("latin-1"))]
+    dropped = _dropped(head.headers)
+    host_line = b"Host: %s\r\n" % host
+    if not head.has(b"host"):
+        lines.append(host_line)
+    for name, value in head.headers:
+        lower = name.lower()
+        if lower == b"host":
+            lines.append(b"%s: %s\r\n" % (name, host))
+        elif lower == b"transfer-encoding" and head.framing is Framing.CHUNKED:
+            lines.append(b"%s: chunked\r\n" % name)
+        elif lower == b"accept-encoding" and identity:
+            lines.append(b"%s: identity\r\n" % name)
+        elif lower not in dropped and lower != b"expect":
+            lines.append(b"%s: %s\r\n" % (name, value))
+    lines.append(b"\r\n")
+    return b"".join(lines)
+
+
+def answer_bytes(head: Head, framing: Framing, *, close: bool, extra: Headers = ()) -> bytes:
+    """The head for the app, with our own `extra` headers at its end.
+
+    Where the gate may withhold bytes, a length becomes chunks in its place.
+    """
+    lines = [b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)]
+    dropped = _dropped(head.headers)
+    framed = False
+    for name, value in head.headers:
+        lower = name.lower()
+        if lower == b"content-length" or lower == b"transfer-encoding":
+            if framing is Framing.CHUNKED and not framed:
+                named = name if lower == b"transfer-encoding" else b"Transfer-Encoding"
+                lines.append(b"%s: chunked\r\n" % named)
+                framed = True
+            elif lower == b"content-length" and framing is not Framing.CHUNKED:
+                lines.append(b"%s: %s\r\n" % (name, value))
+        elif lower not in dropped:
+            lines.append(b"%s: %s\r\n" % (name, value))
+    if framing is Framing.CHUNKED and not framed:
+        lines.append(b"Transfer-Encoding: chunked\r\n")
+    lines += [b"%s: %s\r\n" % header for header in extra]
+    if close:
+        lines.append(b"Connection: close\r\n")
+    lines.append(b"\r\n")
+    return b"".join(lines)
+
+
+def own_head(status: int, headers: Iterable[tuple[str, str]], length: int, *, close: bool) -> bytes:
+    """The head of an answer of ours with a body of `length` bytes."""
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    lines.append(f"content-length: {length}")
+    if close:
+        lines.append("connection: close")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk; `data` must not be empty (an empty one would end the body)."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def _dropped(headers: Headers) -> frozenset[bytes]:
+    """Lower-case names that end at this hop: the standard ones and those that Connection names."""
+    named = [value for name, value in headers if name.lower() == b"connection"]
+    if not named:
+        return _HOP_BY_HOP
+    tokens = b",".join(named).lower().split(b",")
+    return _HOP_BY_HOP | {token.strip() for token in tokens}

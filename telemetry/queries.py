@@ -1,0 +1,124 @@
+"""Read-only SQL on the evidence: what the console, the report and `turngate query` stand on.
+
+The evidence files are attached read-only to a database in memory that is then locked: no file can be read or
+written, nothing attached, installed or set. A statement can at most waste its own time, which is limited.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import duckdb
+
+from turngate.telemetry.recorder import SEGMENTS, TABLES, Columns, quoted
+
+WAIT_S: Final = 10.0
+"""How long the observer's short turns with a day file are waited for."""
+
+_POLL_S: Final = 0.05
+# No spilling to disk: a statement that needs more memory fails.
+_CONFIG: Final[dict[str, str | bool | int | float | list[str]]] = {
+    "memory_limit": "1GB",
+    "temp_directory": "",
+    "autoinstall_known_extensions": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QueryResult:
+    """`cut` tells that there were more rows than asked for."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    cut: bool
+
+
+class QueryTimeout(Exception):
+    """A statement ran past its time limit and was interrupted."""
+
+
+def connect_readonly(evidence_dir: Path, *, wait_s: float = WAIT_S) -> duckdb.DuckDBPyConnection:
+    """A locked database with one view per event type over all days; empty views where there is no day yet.
+
+    The day files are kept from the observer until the connection is closed: close it soon. Blocks up to `wait_s`
+    seconds while the observer loads, then raises duckdb.OperationalError.
+    """
+    database = duckdb.connect(":memory:", config=_CONFIG)
+    try:
+        days = _attach_days(database, evidence_dir, time.monotonic() + wait_s)
+        there = set(
+            database.execute("SELECT DISTINCT database_name, table_name FROM duckdb_tables()").fetchall()
+        )
+        for table, columns in {**TABLES, "segments": SEGMENTS}.items():
+            parts = [f'SELECT * FROM "{day}".{table}' for day in days if (day, table) in there]
+            database.execute(
+                f"CREATE VIEW {table} AS " + " UNION ALL BY NAME ".join([_no_rows(columns), *parts])
+            )
+        # In this order: what is locked cannot be switched off any more.
+        database.execute("SET enable_external_access = false")
+        database.execute("SET lock_configuration = true")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def run_query(
+    database: duckdb.DuckDBPyConnection, sql: str, *, rows_max: int = 10_000, time_s: float = 30.0
+) -> QueryResult:
+    """Run one statement. Raises duckdb.Error for a bad one and QueryTimeout after `time_s` seconds."""
+    timer = threading.Timer(time_s, database.interrupt)
+    timer.start()
+    try:
+        database.execute(sql)
+        rows = database.fetchmany(rows_max + 1)
+    except duckdb.InterruptException as exc:
+        raise QueryTimeout(
+            f"The statement was stopped after {time_s:g} s. Ask for fewer days or rows."
+        ) from exc
+    finally:
+        timer.cancel()
+    columns = tuple(str(column[0]) for column in database.description or ())
+    return QueryResult(columns, rows[:rows_max], len(rows) > rows_max)
+
+
+def open_unknowns(evidence_dir: Path) -> list[tuple[str, str, float]]:
+    """Dispatches that entered UNKNOWN more often than they left it: operation, upstream, since when (Unix seconds).
+
+    Raises duckdb.Error.
+    """
+    with connect_readonly(evidence_dir) as database:
+        return database.execute(
+            """
+            SELECT operation, any_value(upstream), max(at_s) FILTER (after = 'UNKNOWN')
+            FROM state_changed WHERE 'UNKNOWN' IN (before, after)
+            GROUP BY operation HAVING count(*) FILTER (after = 'UNKNOWN') > count(*) FILTER (before = 'UNKNOWN')
+            """
+        ).fetchall()
+
+
+def _attach_days(database: duckdb.DuckDBPyConnection, evidence_dir: Path, until_s: float) -> list[str]:
+    """Attach each day file; their database names."""
+    days = []
+    for path in sorted(evidence_dir.glob("????-??-??.duckdb")):
+        day = path.stem
+        while True:
+            try:
+                database.execute(f'ATTACH {quoted(path)} AS "{day}" (READ_ONLY)')
+            except duckdb.OperationalError:
+                if not path.exists():
+                    break  # retention or the observer has just taken it away
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(_POLL_S)
+            else:
+                days.append(day)
+                break
+    return days
+
+
+def _no_rows(columns: Columns) -> str:
+    typed = ", ".join(f'NULL::{sql_type} AS "{name}"' for name, sql_type in columns)
+    return f"(SELECT {typed} WHERE false)"

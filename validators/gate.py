@@ -1,0 +1,146 @@
+"""What of a streamed answer may pass to the app, and when.
+
+Pass or replace, never edit: text passes at once; from the first tool call on every frame waits until the turn has
+ended and each call in it checks. Then all of them go, or an error in the dialect's shape, or (where the provider
+itself stopped early and said so) the provider's own finish without the calls.
+
+The same gate watches where nothing may be held: `holds=False` passes every byte as it comes and still judges.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from turngate.validators.rules import Reason
+from turngate.validators.stream import (
+    Assembler,
+    ChoiceFinished,
+    Ending,
+    Frame,
+    ProviderFailed,
+    StreamParser,
+    Turn,
+    TurnVerdict,
+    calls_of,
+)
+
+
+@dataclass(slots=True)
+class Gate:
+    """One answer's gate. Bytes in, bytes out; no socket, no clock.
+
+    `retraction` makes the dialect's in-stream error for a reason. `held_bytes_max` bounds what waits here, the
+    frame that is not whole yet included. `verdict` is None until the turn is judged.
+    """
+
+    parser: StreamParser
+    assembler: Assembler
+    holds: bool
+    held_bytes_max: int
+    retraction: Callable[[Reason], bytes]
+    verdict: TurnVerdict | None = None
+    over: bool = False
+    """Nothing more may be written: the app was told that the turn is broken."""
+    blind: bool = False
+    """A frame outgrew the bound where nothing may be held: the rest of the answer is not judged."""
+    withheld_bytes: int = 0
+    _held: list[Frame] = field(default_factory=list)
+    _held_bytes: int = 0
+
+    @property
+    def holding(self) -> bool:
+        """True while frames wait for the end of their turn."""
+        return bool(self._held)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that wait now, without the frame that is not whole."""
+        return self._held_bytes
+
+    def receive(self, data: bytes) -> bytes:
+        """Take bytes from the provider; return what may go to the app now."""
+        if self.over:
+            return b""
+        if not self.holds:
+            self._watch(data)
+            return data
+        untouched = not self._held and not self.parser.pending
+        out: list[bytes] = []
+        for frame in self.parser.feed(data):
+            self._take(frame, out)
+            if self.over:
+                return b"".join(out)
+        if len(self.parser.pending) + self._held_bytes > self.held_bytes_max:
+            self._retract(Reason.LIMIT_HOLD, out)
+        elif untouched and not self._held and not self.parser.pending:
+            return data  # the common case: whole frames of text, no copy
+        return b"".join(out)
+
+    def finish(self, ending: Ending) -> bytes:
+        """The provider's bytes are over; return the last bytes for the app."""
+        if self.over or self.blind:
+            return b""
+        rest = self.parser.pending
+        self.verdict = self.assembler.close(ending, inside_frame=bool(rest))
+        if not self.holds or ending is Ending.LEFT:
+            return b""
+        if self.assembler.ended:
+            return rest if ending is Ending.CLEAN else b""
+        out: list[bytes] = []
+        self._retract(self.verdict.reason or Reason.STREAM_NO_STOP, out)
+        return b"".join(out)
+
+    def _watch(self, data: bytes) -> None:
+        if self.blind:
+            return
+        for frame in self.parser.feed(data):
+            for event in frame.events:
+                self.assembler.receive(event)
+        self.blind = len(self.parser.pending) > self.held_bytes_max
+
+    def _take(self, frame: Frame, out: list[bytes]) -> None:
+        assembler = self.assembler
+        for event in frame.events:
+            assembler.receive(event)
+        if assembler.fault is not None:
+            self.verdict = assembler.judge()
+            self._drop()
+            told = any(isinstance(event, ProviderFailed) for event in frame.events)
+            out.append(frame.raw if told else self.retraction(assembler.fault))
+            self.over = True
+        elif self._held or calls_of(frame.events):
+            self._held.append(frame)
+            self._held_bytes += len(frame.raw)
+            if assembler.ended:
+                self._settle(out)
+        else:
+            out.append(frame.raw)
+
+    def _settle(self, out: list[bytes]) -> None:
+        """The turn has ended with frames held: release, let the finish pass alone, or retract."""
+        self.verdict = verdict = self.assembler.judge()
+        if verdict.turn is Turn.COMMITTED:
+            out += [frame.raw for frame in self._held]
+        elif verdict.turn is Turn.INCOMPLETE and not calls_of(self._held[self._finish_at()].events):
+            out += [frame.raw for frame in self._held[self._finish_at() :]]
+            self.withheld_bytes += sum(len(frame.raw) for frame in self._held[: self._finish_at()])
+        else:
+            self._retract(verdict.reason or Reason.INTERNAL, out)
+        self._held, self._held_bytes = [], 0
+
+    def _finish_at(self) -> int:
+        """Where among the held frames the provider's finish begins."""
+        for index, frame in enumerate(self._held):
+            if any(isinstance(event, ChoiceFinished) for event in frame.events):
+                return index
+        return len(self._held) - 1
+
+    def _retract(self, reason: Reason, out: list[bytes]) -> None:
+        if self.verdict is None:
+            self.verdict = TurnVerdict(Turn.RETRACTED, reason)
+        self._drop()
+        out.append(self.retraction(reason))
+        self.over = True
+
+    def _drop(self) -> None:
+        self.withheld_bytes += self._held_bytes
+        self._held, self._held_bytes = [], 0
