@@ -39,7 +39,7 @@ bench: setup ## side by side with other proxies (reads ../shared/bench)
 	$(BIN)/python tests/bench/bench.py
 
 crash: setup ## 100 kill -9 of proxy and observer under load
-	TURNGATE_CRASHES=100 $(BIN)/python -m pytest tests/test_crash.py --timeout 3600
+	CRASHES=100 $(BIN)/python -m pytest tests/test_crash.py --timeout 3600
 
 build: setup ## wheel and sdist in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist

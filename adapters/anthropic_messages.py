@@ -75,6 +75,8 @@ _KINDS: Final = {
     "container_upload": Kind.FILE,
 }
 _EMPTY: Final = frozenset({b"null", b"[]"})
+_CALLS: Final = frozenset({Kind.TOOL_CALL, Kind.SERVER_TOOL_CALL})
+_EDGES: Final = frozenset({Kind.TOOL_CALL, Kind.TOOL_RESULT, Kind.SERVER_TOOL_CALL})
 
 _FINISHES: Final = {
     "end_turn": (Finish.COMPLETE, False),
@@ -100,14 +102,17 @@ class AnthropicMessages:
             raise Undecodable(str(error)) from error
         blocks: list[Block] = []
         for turn, message in enumerate(request.messages):
-            blocks += _blocks(turn, message)
+            _add_blocks(blocks, turn, message)
         return MessageSequence(
             api=self.api,
             model=request.model or "",
             stream=bool(request.stream),
             blocks=tuple(blocks),
             messages=len(request.messages),
-            declares_tools=bytes(request.tools) not in _EMPTY or bytes(request.mcp_servers) not in _EMPTY,
+            uses_tools=bytes(request.tools) not in _EMPTY
+            or bytes(request.mcp_servers) not in _EMPTY
+            or any(block.kind in _EDGES for block in blocks),
+            result_id_key="tool_use_id",
             continues=request.thread is not None and request.thread.type == "continue",
             joins_assistant_turns=True,
         )
@@ -161,19 +166,19 @@ def _error_body(trouble: Trouble, kind: str, **more: str) -> bytes:
     return orjson.dumps({"type": "error", "error": error, **more})
 
 
-def _blocks(turn: int, message: _Message) -> Iterator[Block]:
+def _add_blocks(blocks: list[Block], turn: int, message: _Message) -> None:
     role = _ROLES.get(message.role, Role.UNKNOWN)
     at = f"/messages/{turn}/content"
     if isinstance(message.content, str):
-        yield Block(role, Kind.TEXT, turn, at)
+        blocks.append(Block(role, Kind.TEXT, turn, at))
         return
     for index, block in enumerate(message.content or ()):
         kind = _KINDS.get(block.type)
         if kind is None:
             # web_search_tool_result and its kin answer a server's call inside the same assistant message.
             kind = Kind.SERVER_TOOL_RESULT if block.type.endswith("_tool_result") else Kind.UNKNOWN
-        call_id = block.id if kind in (Kind.TOOL_CALL, Kind.SERVER_TOOL_CALL) else block.tool_use_id
-        yield Block(role, kind, turn, f"{at}/{index}", call_id, block.name)
+        call_id = block.id if kind in _CALLS else block.tool_use_id
+        blocks.append(Block(role, kind, turn, f"{at}/{index}", call_id, block.name))
 
 
 # -- answers ----------------------------------------------------------------------------------------------------

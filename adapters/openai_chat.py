@@ -49,7 +49,7 @@ class _Call(msgspec.Struct, gc=False):
 class _Message(msgspec.Struct, gc=False):
     role: str = ""
     content: str | list[_Part | str] | None = None
-    refusal: msgspec.Raw = _NULL
+    refusal: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -83,6 +83,7 @@ _PARTS: Final = {
     "refusal": Kind.REFUSAL,
 }
 _EMPTY: Final = frozenset({b"null", b"[]"})
+_EDGES: Final = frozenset({Kind.TOOL_CALL, Kind.TOOL_RESULT})
 
 _FINISHES: Final = {
     "stop": (Finish.COMPLETE, False),
@@ -105,14 +106,17 @@ class OpenAIChat:
             raise Undecodable(str(error)) from error
         blocks: list[Block] = []
         for turn, message in enumerate(request.messages):
-            blocks += _blocks(turn, message)
+            _add_blocks(blocks, turn, message)
         return MessageSequence(
             api=self.api,
             model=request.model or "",
             stream=bool(request.stream),
             blocks=tuple(blocks),
             messages=len(request.messages),
-            declares_tools=bytes(request.tools) not in _EMPTY or bytes(request.functions) not in _EMPTY,
+            uses_tools=bytes(request.tools) not in _EMPTY
+            or bytes(request.functions) not in _EMPTY
+            or any(block.kind in _EDGES for block in blocks),
+            result_id_key="tool_call_id",
             choices=request.n or 1,
         )
 
@@ -175,28 +179,31 @@ def _error_body(trouble: Trouble, kind: str) -> bytes:
     )
 
 
-def _blocks(turn: int, message: _Message) -> Iterator[Block]:
+def _add_blocks(blocks: list[Block], turn: int, message: _Message) -> None:
     """Content first, then the calls, as the provider reads a message."""
     role = _ROLES.get(message.role, Role.UNKNOWN)
     at = f"/messages/{turn}"
     if role is Role.TOOL:
-        yield Block(role, Kind.TOOL_RESULT, turn, at, message.tool_call_id, message.name)
+        blocks.append(Block(role, Kind.TOOL_RESULT, turn, at, message.tool_call_id, message.name))
         return
     content = message.content
     if isinstance(content, list):
         for index, part in enumerate(content):
             kind = Kind.TEXT if isinstance(part, str) else _PARTS.get(part.type, Kind.UNKNOWN)
-            yield Block(role, kind, turn, f"{at}/content/{index}")
+            blocks.append(Block(role, kind, turn, f"{at}/content/{index}"))
     elif content is not None:
-        yield Block(role, Kind.TEXT, turn, f"{at}/content")
-    if bytes(message.refusal) != b"null":
-        yield Block(role, Kind.REFUSAL, turn, f"{at}/refusal")
-    for index, call in enumerate(message.tool_calls or ()):
-        function = call.function or call.custom or _Function()
-        yield Block(role, Kind.TOOL_CALL, turn, f"{at}/tool_calls/{index}", call.id, function.name)
+        blocks.append(Block(role, Kind.TEXT, turn, f"{at}/content"))
+    if message.refusal is not None:
+        blocks.append(Block(role, Kind.REFUSAL, turn, f"{at}/refusal"))
+    if message.tool_calls:
+        for index, call in enumerate(message.tool_calls):
+            function = call.function or call.custom
+            name = function.name if function is not None else None
+            blocks.append(Block(role, Kind.TOOL_CALL, turn, f"{at}/tool_calls/{index}", call.id, name))
     if message.function_call is not None:
         # No id on either side: the pairing cannot be checked (CHAT-B28).
-        yield Block(role, Kind.TOOL_CALL, turn, f"{at}/function_call", None, message.function_call.name)
+        name = message.function_call.name
+        blocks.append(Block(role, Kind.TOOL_CALL, turn, f"{at}/function_call", None, name))
 
 
 # -- answers ----------------------------------------------------------------------------------------------------
@@ -204,7 +211,8 @@ def _blocks(turn: int, message: _Message) -> Iterator[Block]:
 
 class _CallBody(msgspec.Struct, gc=False):
     name: str | None = None
-    arguments: str | dict[str, Any] | None = None  # DEV-07, DEV-08: null, or an object instead of its text
+    # DEV-07, DEV-08: null, or an object instead of its text. Its values stay as they came.
+    arguments: str | dict[str, msgspec.Raw] | None = None
     input: str | None = None
 
 
@@ -267,9 +275,13 @@ _FALSY: Final = frozenset({b"null", b"false", b"{}", b'""', b"0"})
 
 
 class ChatStream:
-    """Reader of one streamed answer. `choices` is how many the request asked for: all must finish."""
+    """Reader of one streamed answer. `choices` is how many the request asked for: all must finish.
 
-    __slots__ = ("_calls", "_choices", "_finished", "_framer", "_known", "_started")
+    Servers that ignore `n` answer with fewer (openai-compatible.md section 0); then [DONE] ends the turn, if every
+    choice that began has finished.
+    """
+
+    __slots__ = ("_begun", "_calls", "_choices", "_finished", "_framer", "_known", "_started")
 
     closes_calls: Literal[False] = False
 
@@ -278,6 +290,7 @@ class ChatStream:
         self._choices = choices
         self._calls: list[_OpenCall] = []
         self._known: dict[tuple[int, int], int] = {}
+        self._begun: set[int] = set()
         self._finished: set[int] = set()
         self._started = False
 
@@ -290,8 +303,10 @@ class ChatStream:
 
     def _read(self, frame: bytes) -> tuple[StreamEvent, ...]:
         _, data = sse.fields(frame)
-        if data is None or data == b"[DONE]":
+        if data is None:
             return ()
+        if data == b"[DONE]":
+            return self._done()
         try:
             chunk = _decode_chunk(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -300,6 +315,10 @@ class ChatStream:
                 return _unreadable(data, error)
             chunk = second
         return tuple(self._events(chunk))
+
+    def _done(self) -> tuple[StreamEvent, ...]:
+        short = 0 < len(self._finished) < self._choices
+        return (TurnEnded(),) if short and self._begun <= self._finished else ()
 
     def _second_reading(self, data: bytes) -> _Chunk | None:
         """Half a surrogate pair is JSON to most clients, and to the strict decoder it is not."""
@@ -317,6 +336,7 @@ class ChatStream:
             return
         for choice in chunk.choices or ():
             delta = choice.delta
+            self._begun.add(choice.index)
             if delta is not None:
                 text = delta.content or delta.reasoning_content or delta.refusal
                 if text:
@@ -385,7 +405,7 @@ def _whole_call(
 
 def _text(body: _CallBody) -> str:
     arguments = body.arguments if body.arguments is not None else body.input
-    return orjson.dumps(arguments).decode() if isinstance(arguments, dict) else arguments or ""
+    return msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or ""
 
 
 def _finished(choice: int, reason: str | None) -> Iterator[StreamEvent]:

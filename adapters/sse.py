@@ -53,8 +53,8 @@ class SseFramer:
 
 def fields(frame: bytes) -> tuple[bytes, bytes | None]:
     """(event name, data) of one frame; data is None where it has no data line. Comments and other fields are passed over."""
-    # The two shapes nearly every provider sends, without a split.
-    if frame.startswith(b"data: ") and frame.find(b"\n") == len(frame) - 2:
+    # The shape of nearly every frame without a name, taken without a split. A CR is a line end too.
+    if frame.startswith(b"data: ") and frame.find(b"\n") == len(frame) - 2 and b"\r" not in frame:
         return b"", frame[6:-2]
     name = b""
     data: list[bytes] = []

@@ -17,6 +17,9 @@ from turngate.proxy.wire import LAST_CHUNK, Framing, RequestHead, chunk
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+TUNNEL_BYTES_MAX: Final = 256 * 1024
+"""What may wait for a slow upstream before the app's socket is not read any more."""
+
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
@@ -168,7 +171,56 @@ class App:
         """Call this when the app leaves; None when nobody is interested any more."""
         self._connection.on_lost = on_gone
 
+    def tunnel(self) -> "Tunnel":
+        """From here on the app's bytes belong to the protocol it asked for."""
+        tunnel = Tunnel(self._connection)
+        self._connection.set_parser(tunnel)  # type: ignore[arg-type]  # aiohttp calls feed_data and feed_eof only
+        return tunnel
+
     def _write(self, data: bytes) -> None:
         transport = self._connection.transport
         if transport is not None:
             transport.write(data)
+
+
+class Tunnel:
+    """The app's raw bytes after an upgrade, in the place where aiohttp would have a WebSocket reader."""
+
+    __slots__ = ("_connection", "_ended", "_parts", "_paused", "_waiter")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._parts: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._paused = False
+
+    async def read(self) -> bytes:
+        """What has come, b"" when the app closed."""
+        while not self._parts and not self._ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        data = b"".join(self._parts)
+        self._parts.clear()
+        if self._paused:
+            self._paused = False
+            self._connection.resume_reading()
+        return data
+
+    # Called by aiohttp
+
+    def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        self._parts.append(data)
+        if not self._paused and sum(map(len, self._parts)) > TUNNEL_BYTES_MAX:
+            self._paused = True
+            self._connection.pause_reading()
+        self._wake()
+        return False, b""
+
+    def feed_eof(self) -> None:
+        self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

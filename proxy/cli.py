@@ -1,10 +1,11 @@
 """The command line: one function a command. Errors say what is wrong and what to do; exit codes are for scripts."""
 
+import getpass
 import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 import uvloop
@@ -13,7 +14,7 @@ from rich.console import Console
 import turngate
 from turngate.adapters import levels, registry
 from turngate.adapters.dialect import Undecodable
-from turngate.proxy import config, server
+from turngate.proxy import config, control, server
 from turngate.proxy.config import Settings, SettingsError
 from turngate.proxy.rollout import Stage
 from turngate.validators.rules import Finding, Judgement, Verdict, judge
@@ -33,6 +34,9 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def main() -> None:
     """Entry point."""
+    # Typer's own code for a wrong command line is 2, which is `check`'s word for "waiting".
+    usage_error: Any = typer.BadParameter.__base__
+    usage_error.exit_code = EX_USAGE
     app()
 
 
@@ -173,6 +177,107 @@ def _as_dict(finding: Finding) -> dict[str, str]:
         "message": finding.message,
         "remedy": finding.remedy,
     }
+
+
+@app.command("demo")
+def demo_command(
+    exit_: Annotated[bool, typer.Option("--exit", help="End after the summary, also on a terminal.")] = False,
+) -> None:
+    """Watch the sidecar work: a simulated provider, broken and sound traffic; no key, no network.
+
+    On a terminal it then stays up for your own app until Ctrl-C. Exit code: 0 all as promised, 1 not.
+    """
+    from turngate.proxy import demo  # not above: `serve` must not carry DuckDB in its memory
+
+    raise typer.Exit(demo.run(stay=sys.stdout.isatty() and not exit_))
+
+
+@app.command()
+def query(
+    sql: Annotated[
+        str | None, typer.Argument(metavar="SQL", help="One SELECT; without it the views are listed.")
+    ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Settings file (default: ./turngate.yaml).")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Whose evidence.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a row instead of a table.")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV instead of a table.")] = False,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Into a Parquet file instead of a table.")
+    ] = None,
+    rows_max: Annotated[int, typer.Option("--rows", min=1, help="At most so many rows.")] = 10_000,
+    time_s: Annotated[float, typer.Option("--seconds", min=0.001, help="Stop after so long.")] = 30.0,
+) -> None:
+    """Read-only SQL on what the sidecar wrote down. DuckDB's dialect.
+
+    Exit code: 0, 1 the evidence cannot be opened or the time ran out, 64 usage or a bad statement.
+    """
+    from turngate.proxy import cli_query  # not above: `serve` must not carry DuckDB in its memory
+
+    if as_json + as_csv + (parquet is not None) > 1:
+        _fail("--json, --csv and --parquet: choose one", EX_USAGE)
+    evidence_dir = _settings(config_file, data_dir=data_dir).data_dir / "evidence"
+    if sql is None:
+        cli_query.print_views(out)
+        return
+    if not evidence_dir.is_dir():
+        err.print(f"nothing is written down yet in {evidence_dir}", markup=False)
+    try:
+        result = cli_query.ask(evidence_dir, sql, rows_max=rows_max, time_s=time_s)
+        cli_query.give_out(result, "json" if as_json else "csv" if as_csv else parquet or "table")
+    except cli_query.BadStatement as error:
+        _fail(str(error), EX_USAGE)
+    except cli_query.NoAnswer as error:
+        _fail(str(error), 1)
+    if result.cut:
+        err.print(f"more rows than {rows_max}: these are the first; say --rows N for more", markup=False)
+
+
+rollout_app = typer.Typer(no_args_is_help=True, help="Stages of a running proxy.")
+app.add_typer(rollout_app, name="rollout")
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="The proxy's data_dir.")]
+
+
+@rollout_app.command("show")
+def rollout_show(data_dir: DataDir = None) -> None:
+    """Say which stages the settings name, and whether an order stands above them."""
+    settings = _settings(None, data_dir=data_dir)
+    order = control.read(_ledger(settings))
+    out.print(
+        f"settings  {settings.stage}" + "".join(f"\n  scope {s.match} {s.stage}" for s in settings.scopes)
+    )
+    if order is None or order.stage is None:
+        out.print("order     none: the settings are in force")
+    else:
+        out.print(
+            f"order     {order.stage} for everything, by {order.who}: {order.why or '(no reason given)'}"
+        )
+
+
+@rollout_app.command("set")
+def rollout_set(
+    stage: Annotated[
+        str, typer.Argument(help="off, observe, enforce-text, enforce-tools; settings: end the order.")
+    ],
+    data_dir: DataDir = None,
+    why: Annotated[str, typer.Option(help="Kept with the change.")] = "",
+) -> None:
+    """Put a stage in force for everything, within a fifth of a second; open streams go on as they began."""
+    if stage not in (*Stage, "settings"):
+        _fail(f"{stage}: choose one of {', '.join(Stage)}, or settings", EX_USAGE)
+    ledger = _ledger(_settings(None, data_dir=data_dir))
+    control.give(ledger, None if stage == "settings" else Stage(stage), who=getpass.getuser(), why=why)
+    out.print(f"{stage} is in force for {ledger.parent}")
+
+
+def _ledger(settings: Settings) -> Path:
+    path = settings.data_dir / "ledger.sqlite3"
+    if not path.exists():
+        _fail(f"no proxy has run with data_dir {settings.data_dir}; name its folder with --data-dir", 1)
+    return path
 
 
 @app.command()

@@ -8,7 +8,6 @@ import difflib
 import ipaddress
 import os
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Final, Self, get_args
 
@@ -30,7 +29,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from turngate.proxy.rollout import Stage
+from turngate.proxy.rollout import Ladder, Rung, Stage
 from turngate.proxy.upstream import Origin
 
 ENV_PREFIX: Final = "TURNGATE_"
@@ -110,6 +109,16 @@ class Limits(_Section):
     """What one answer's gate may hold before it gives the turn up (`limit.hold`)."""
 
 
+class Timeouts(_Section):
+    """How long an enforced scope waits for a provider, in seconds. The defaults are above the SDKs' own (connect 5,
+    read 600), so that an app that has limits keeps them. None of these applies where nothing is enforced."""
+
+    connect_s: float = Field(default=10.0, gt=0)
+    first_byte_s: float = Field(default=660.0, gt=0)
+    idle_s: float = Field(default=660.0, gt=0)
+    """Silence within an answer; time in which the app itself does not read does not count."""
+
+
 class LedgerSettings(_Section):
     """Leases and ages of the dispatch ledger, in seconds."""
 
@@ -153,7 +162,11 @@ class Settings(BaseSettings):
     upstreams: dict[str, Upstream] = Field(default_factory=dict)
     default_upstream: str = ""
     drain_s: float = Field(default=25.0, ge=0)
+    """How long open answers may take to end after SIGTERM; then they are ended by an error."""
+    linger_s: float = Field(default=0.0, ge=0)
+    """How long to go on listening after SIGTERM even when idle: for load balancers that learn of it late."""
     limits: Limits = Limits()
+    timeouts: Timeouts = Timeouts()
     ledger: LedgerSettings = LedgerSettings()
     spool: Spool = Spool()
 
@@ -174,22 +187,10 @@ class Settings(BaseSettings):
             )
         return self
 
-    def stage_for(self, upstream: str, model: str) -> Stage:
-        """The stage in force for a request."""
-        for scope in self.scopes:
-            if fnmatchcase(upstream, scope.match.upstream) and fnmatchcase(model, scope.match.model):
-                return scope.stage
-        return self.stage
-
-    def stages(self, upstream: str) -> frozenset[Stage]:
-        """Every stage that may be in force at an upstream, whatever the model."""
-        found: set[Stage] = set()
-        for scope in self.scopes:
-            if fnmatchcase(upstream, scope.match.upstream):
-                found.add(scope.stage)
-                if scope.match.model == "*":
-                    return frozenset(found)
-        return frozenset(found | {self.stage})
+    def ladder(self) -> Ladder:
+        """The stages as set; orders to the running proxy come on top."""
+        rungs = [Rung(scope.match.upstream, scope.match.model, scope.stage) for scope in self.scopes]
+        return Ladder(rungs, self.stage)
 
 
 def load(config: Path | None = None, **flags: object) -> Settings:

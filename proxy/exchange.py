@@ -11,26 +11,27 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from typing import Final
 
 from turngate.adapters import coding, levels
 from turngate.adapters.dialect import Answer, Dialect, Trouble, Undecodable
 from turngate.adapters.registry import CHAT
 from turngate.proxy import wire
-from turngate.proxy.app_side import App, AppGone
+from turngate.proxy.app_side import App, AppGone, Tunnel
 from turngate.proxy.config import Settings
+from turngate.proxy.judging import Judge
 from turngate.proxy.ledger_sqlite import ClaimConflict, Ledger, LedgerDown
 from turngate.proxy.record import Record
-from turngate.proxy.rollout import Action, RequestClass, Stage, decide, enforced
-from turngate.proxy.routes import Route, Routes
+from turngate.proxy.rollout import Action, Ladder, RequestClass, Stage, decide, enforced
+from turngate.proxy.routes import NoRoute, Route, Routes
 from turngate.proxy.upstream import Broken, Head, Link, Pool, Unreachable
 from turngate.proxy.wire import Framing
 from turngate.telemetry.events import AnyEvent
 from turngate.validators.gate import Gate
 from turngate.validators.graph import MessageSequence
 from turngate.validators.ledger import OPEN, Dispatch, End, State
-from turngate.validators.rules import Judgement, Reason, Verdict, judge
+from turngate.validators.rules import Judgement, Reason, Verdict
 from turngate.validators.stream import Assembler, Ending, Finish, Turn, TurnVerdict
 
 ENDINGS: Final = {"eof": Ending.EOF, "bad_framing": Ending.EOF, "reset": Ending.RESET, "aborted": Ending.LEFT}
@@ -47,6 +48,7 @@ class Services:
     """What every exchange uses. Clocks, ids and the key are arguments, so that a whole proxy can run under a seed."""
 
     settings: Settings
+    ladder: Ladder
     routes: Routes
     pool: Pool
     ledger: Ledger
@@ -54,22 +56,27 @@ class Services:
     monotonic: Callable[[], float]
     wall: Callable[[], float]
     new_operation: Callable[[], str]
+    judge: Judge
     digest_key: bytes
     instance: str
 
-    def digest(self, body: bytes) -> str:
-        """Keyed digest of the exact bytes sent: a short text cannot be guessed from it."""
-        return blake2b(sha256(body).digest(), key=self.digest_key, digest_size=16).hexdigest()
+    def keyed(self, digest: bytes) -> str:
+        """What files hold of a sha256: without the key a short text cannot be guessed from it."""
+        return blake2b(digest, key=self.digest_key, digest_size=16).hexdigest()
 
 
 class Exchange:
     """One request and its answer. `run` carries it from the first byte to the last."""
 
     __slots__ = (
+        "_active_s",
         "_started",
+        "_watchdog",
         "app",
         "assembler",
+        "digest",
         "dispatch",
+        "ended_by_us",
         "enforced",
         "gate",
         "keep_alive",
@@ -78,7 +85,6 @@ class Exchange:
         "route",
         "sequence",
         "services",
-        "stopping",
         "verdict",
     )
 
@@ -91,14 +97,17 @@ class Exchange:
         self.route: Route | None = None
         self.link: Link | None = None
         self.sequence: MessageSequence | None = None
+        self.digest = b""
         self.dispatch: Dispatch | None = None
         self.gate: Gate | None = None
         self.assembler: Assembler | None = None
         self.verdict: TurnVerdict | None = None
         self.enforced = False
         self.keep_alive = True
-        self.stopping = False
+        self.ended_by_us: Ending | None = None
         self._started = False
+        self._active_s = 0.0
+        self._watchdog: asyncio.TimerHandle | None = None
 
     async def run(self) -> bool:
         """Carry the exchange through; True where the app's connection may carry another one."""
@@ -117,12 +126,19 @@ class Exchange:
                 self._answer_error(502, Reason.INTERNAL, "turngate failed on this request")
         finally:
             self.app.listen(None)
+            if self._watchdog is not None:
+                self._watchdog.cancel()
             self._end()
         return self.keep_alive and self.app.keeps_alive and not self.app.gone
 
     def stop(self) -> None:
         """The process ends: give the answer up now, loudly."""
-        self.stopping = True
+        self._give_up(Ending.EOF)
+
+    def _give_up(self, ending: Ending) -> None:
+        """Close the provider's side; what waits for it goes on with this ending."""
+        if not self.app.gone:
+            self.ended_by_us = ending
         if self.link is not None:
             self.link.abort()
 
@@ -134,20 +150,18 @@ class Exchange:
     # 1. Accept
 
     async def _exchange(self) -> None:
-        route = self.route = self.services.routes.find(self.app.head)
-        if route is None:
-            names = ", ".join(self.services.routes.names)
+        try:
+            route = self.route = self.services.routes.find(self.app.head)
+        except NoRoute as error:
             self.record.went_wrong("refused", "caller_no_route")
-            self._answer_error(
-                404, Reason.SURFACE_UNCOVERED, f"no upstream for this path; configured: {names}"
-            )
+            self._answer_error(error.status, Reason.SURFACE_UNCOVERED, str(error))
             return
         self.record.upstream = route.target.name
         if route.dialect is None:
             await self._relay(route)
             return
         self.record.api = route.dialect.api
-        stages = self.services.settings.stages(route.target.name)
+        stages = self.services.ladder.possible(route.target.name)
         if stages == {Stage.OFF}:
             await self._relay(route)
         elif stages <= {Stage.OFF, Stage.OBSERVE}:
@@ -158,9 +172,37 @@ class Exchange:
     async def _relay(self, route: Route) -> None:
         """Bytes both ways, nothing read."""
         link = await self._connect(route)
-        if link is not None:
-            await self._upload(link, route, None)
+        if link is None:
+            return
+        await self._upload(link, route, None)
+        if self.app.head.upgrades:
+            await self._tunnel(link)
+        else:
             await self._receive(link)
+
+    async def _tunnel(self, link: Link) -> None:
+        """A connection that may become another protocol's: raw bytes both ways from the 101 on."""
+        try:
+            head = await link.head()
+        except Broken as broken:
+            self._no_head(broken)
+            return
+        if head.status != 101:
+            self.record.status = head.status
+            await self._pass(link, head)
+            return
+        self.record.status, self.keep_alive = head.status, False
+        self._start(head, Framing.NONE)
+        upwards = asyncio.create_task(_pump(self.app.tunnel(), link))
+        try:
+            while data := await link.read():
+                self.app.send(data)
+                if self.app.slow:
+                    await self.app.writable()
+        except Broken as broken:
+            if not self.app.gone:
+                self.record.went_wrong("retracted", f"provider_{broken.kind}")
+        await _cancelled(upwards)
 
     async def _observe(self, route: Route, dialect: Dialect) -> None:
         """Send as the bytes come; judge what was sent while the provider thinks."""
@@ -176,7 +218,7 @@ class Exchange:
         else:
             self._judge(route, dialect, body)
             if self.sequence is not None:
-                self.dispatch = self._prepared(route, self.sequence, body, State.SENT)
+                self.dispatch = self._prepared(route, self.sequence, State.SENT)
                 self.services.ledger.record(self.dispatch)
         await self._receive(link)
 
@@ -197,7 +239,7 @@ class Exchange:
         if self.sequence is not None:
             action = decide(self.record.stage, _class_of(self.sequence), judgement.verdict)
         if action is Action.REFUSE and self.sequence is not None:
-            self._refuse(route, dialect, self.sequence, judgement, body)
+            self._refuse(route, dialect, self.sequence, judgement)
         else:
             await self._send(route, body)
 
@@ -208,12 +250,7 @@ class Exchange:
         services, record = self.services, self.record
         began = services.monotonic()
         try:
-            sequence = dialect.parse_request(body)
-            decoded = services.monotonic()
-            record.stage = services.settings.stage_for(route.target.name, sequence.model)
-            if record.stage is Stage.OFF:
-                return Judgement(Verdict.UNJUDGED)
-            judgement = judge(sequence, levels.levels(dialect.api, route.target.server))
+            judged = services.judge.judge(dialect, body, levels.levels(dialect.api, route.target.server))
         except Undecodable:
             record.unjudged(Reason.BODY_UNDECODABLE)
             return Judgement(Verdict.UNJUDGED)
@@ -221,34 +258,36 @@ class Exchange:
             record.failed("judge", error)
             record.unjudged(Reason.INTERNAL)
             return Judgement(Verdict.UNJUDGED)
-        record.decode_s, record.judge_s = decoded - began, services.monotonic() - decoded
+        record.judge_s = services.monotonic() - began
+        sequence, judgement = judged.sequence, judged.judgement
+        record.stage = services.ladder.stage(route.target.name, sequence.model)
+        if record.stage is Stage.OFF:
+            return Judgement(Verdict.UNJUDGED)
         record.verdict = judgement.verdict
-        self.sequence = sequence
+        self.sequence, self.digest = sequence, judged.digest
         request_class = _class_of(sequence)
         self.enforced = record.enforced = enforced(record.stage, request_class)
         record.findings(judgement.findings, decide(record.stage, request_class, judgement.verdict))
         return judgement
 
     def _refuse(
-        self, route: Route, dialect: Dialect, sequence: MessageSequence, judgement: Judgement, body: bytes
+        self, route: Route, dialect: Dialect, sequence: MessageSequence, judgement: Judgement
     ) -> None:
         finding = judgement.findings[0]
         state = State.WAITING if judgement.verdict is Verdict.WAITING else State.REJECTED
-        self.services.ledger.record(self._prepared(route, sequence, body, state, how=finding.reason))
+        self.services.ledger.record(self._prepared(route, sequence, state, how=finding.reason))
         self.record.went_wrong("refused", "policy_sequence")
         trouble = Trouble(finding.reason, f"{finding.message} {finding.remedy}", finding.at)
         self._answer(dialect.error(400, trouble, self.record.operation), finding.reason)
 
-    def _prepared(
-        self, route: Route, sequence: MessageSequence, body: bytes, state: State, how: str = ""
-    ) -> Dispatch:
+    def _prepared(self, route: Route, sequence: MessageSequence, state: State, how: str = "") -> Dispatch:
         now_s = self.services.wall()
         return Dispatch(
             operation=self.record.operation,
             upstream=route.target.name,
             api=sequence.api,
             model=sequence.model,
-            request_digest=self.services.digest(body),
+            request_digest=self.services.keyed(self.digest),
             instance=self.services.instance,
             settle_s=self.services.settings.ledger.settle_s if sequence.uses_tools else 0.0,
             state=state,
@@ -264,7 +303,7 @@ class Exchange:
         claim: asyncio.Future[None] | None = None
         began = self.services.monotonic()
         if self.sequence is not None:
-            self.dispatch = self._prepared(route, self.sequence, body, State.DISPATCHING)
+            self.dispatch = self._prepared(route, self.sequence, State.DISPATCHING)
             if self.enforced:
                 claim = self.services.ledger.claim(self.dispatch)
             else:
@@ -290,6 +329,8 @@ class Exchange:
         except LedgerDown as error:
             self.record.failed("ledger.claim", error)
             self.enforced = self.record.enforced = False
+            if self.dispatch is not None:
+                self.services.ledger.record(self.dispatch)
         except ClaimConflict as error:
             self.record.failed("ledger.claim", error)
             self.dispatch = None
@@ -302,7 +343,7 @@ class Exchange:
     async def _connect(self, route: Route, claim: "asyncio.Future[None] | None" = None) -> Link | None:
         """A connection to the provider. Where there is none the app is told, and may try again."""
         try:
-            link = self.link = await self.services.pool.acquire(route.target.origin)
+            link = self.link = await self._acquire(route)
         except Unreachable as error:
             if claim is not None:
                 with suppress(LedgerDown, ClaimConflict):  # looked at, and counted, by who awaits it next
@@ -312,6 +353,16 @@ class Exchange:
             self._answer_error(502, Reason.DISPATCH_UNSENT, text, retry=True)
             return None
         return link
+
+    async def _acquire(self, route: Route) -> Link:
+        pool, limit_s = self.services.pool, self.services.settings.timeouts.connect_s
+        if not self.enforced:
+            return await pool.acquire(route.target.origin)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await pool.acquire(route.target.origin)
+        except TimeoutError as error:
+            raise Unreachable("timeout", f"no connection within {limit_s:g} s") from error
 
     def _head_for(self, link: Link, route: Route) -> bytes:
         gated = self.enforced and self.sequence is not None and self.sequence.stream
@@ -372,6 +423,9 @@ class Exchange:
     async def _receive(self, link: Link) -> None:
         """Take the answer and give the app what may pass."""
         record, sequence = self.record, self.sequence
+        if self.enforced:
+            self._active_s = self.services.monotonic()
+            self._watch_silence(self.services.settings.timeouts.first_byte_s)
         try:
             head = await link.head()
         except Broken as broken:
@@ -390,13 +444,32 @@ class Exchange:
         else:
             await self._pass_whole(link, head, sequence, self.route.dialect)
 
+    def _watch_silence(self, after_s: float) -> None:
+        self._watchdog = asyncio.get_running_loop().call_later(after_s, self._silent)
+
+    def _silent(self) -> None:
+        """A limit may have passed; one timer serves the whole answer, so that a delta costs no timer."""
+        timeouts = self.services.settings.timeouts
+        limit_s = timeouts.idle_s if self._started else timeouts.first_byte_s
+        # While the app does not read, the provider cannot write: that pause is not its own.
+        silent_s = 0.0 if self.app.slow else self.services.monotonic() - self._active_s
+        if silent_s >= limit_s:
+            self._give_up(Ending.STALLED)
+        else:
+            self._watch_silence(limit_s - silent_s)
+
     def _no_head(self, broken: Broken) -> None:
         """The provider's side ended before an answer began. Whether it worked on the request, nobody knows."""
         self.keep_alive = False
         if self.app.gone:
             return
         self.record.went_wrong("unknown", "provider_closed")
-        if self.enforced or self.stopping:
+        if self.ended_by_us is Ending.STALLED:
+            text = (
+                "the provider sent nothing for longer than timeouts.first_byte_s; it may have run the request"
+            )
+            self._answer_error(504, Reason.STREAM_STALLED, text)
+        elif self.enforced or self.ended_by_us is not None:
             text = f"the provider's connection ended before its answer ({broken.kind}); it may have run the request"
             self._answer_error(502, Reason.DISPATCH_UNKNOWN_OUTCOME, text)
         else:
@@ -442,9 +515,10 @@ class Exchange:
                     watch = None
                 if app.slow:
                     await app.writable()
+                self._active_s = self.services.monotonic()
         except Broken as broken:
-            ending = ENDINGS[broken.kind]
-        self._watched(Ending.EOF if self.stopping else ending)
+            ending = self.ended_by_us or ENDINGS[broken.kind]
+        self._watched(ending)
         if ending is Ending.CLEAN:
             app.end()
             self.keep_alive = self.keep_alive and framing is not Framing.CLOSE
@@ -471,9 +545,10 @@ class Exchange:
                     app.send(out)
                 if app.slow:
                     await app.writable()
+                self._active_s = self.services.monotonic()
         except Broken as broken:
-            ending = ENDINGS[broken.kind]
-        tail = gate.finish(ending if app.gone or not self.stopping else Ending.EOF)
+            ending = self.ended_by_us or ENDINGS[broken.kind]
+        tail = gate.finish(ending)
         self.record.holding(0)
         if not app.gone:
             if tail:
@@ -497,9 +572,12 @@ class Exchange:
         try:
             while not kept.full and (data := await link.read()):
                 kept.add(data)
+                self._active_s = self.services.monotonic()
         except Broken as broken:
-            self.verdict = TurnVerdict(Turn.RETRACTED, Reason.STREAM_TRUNCATED)
-            self._withhold(f"the provider's answer broke off ({broken.kind})", Reason.STREAM_TRUNCATED)
+            stalled = self.ended_by_us is Ending.STALLED
+            reason = Reason.STREAM_STALLED if stalled else Reason.STREAM_TRUNCATED
+            self.verdict = TurnVerdict(Turn.UNKNOWN if stalled else Turn.RETRACTED, reason)
+            self._withhold(f"the provider's answer broke off ({broken.kind})", reason)
             return
         body = kept.whole()
         if body is None:
@@ -687,6 +765,14 @@ class _Watch:
     def see(self, data: bytes) -> None:
         """Raises coding.CodingError."""
         self.receive(self.decoder.feed(data) if self.decoder is not None else data)
+
+
+async def _pump(tunnel: Tunnel, link: Link) -> None:
+    """The app's bytes to the provider until one of them closes."""
+    while data := await tunnel.read():
+        link.write(data)
+        await link.drain()
+    link.abort()
 
 
 async def _cancelled(task: asyncio.Task[Head] | asyncio.Task[None]) -> None:

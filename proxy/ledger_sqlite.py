@@ -1,13 +1,15 @@
 """The dispatch ledger on disk: SQLite in WAL mode, one writer thread, group commit.
 
-The loop thread only puts rows into memory; the writer thread alone touches SQLite. What waits when the writer is free
-becomes one transaction: claims first (somebody waits for each), then the latest value of every row that changed. So
-64 claims cost about two fsyncs, and an exchange that ends within `write_behind_s` costs one INSERT.
+The loop thread only puts rows into memory; the writer thread alone touches SQLite. What waits when the writer
+is free becomes one transaction: claims first (somebody waits for each), then the latest value of each row
+that changed. So 64 claims cost one or two fsyncs, and an exchange that ends within `write_behind_s` costs
+one INSERT.
 
-Who owns a row is settled in the database, never in memory: each later write is a compare-and-swap on the instance and
-on the stored state. An instance that slept through its lease finds its rows swept, loses the swap, and that is counted.
+Who owns a row is settled in the database, never in memory: each later write is a compare-and-swap on the
+instance and on the stored state. An instance that slept through its lease and finds its rows abandoned loses
+the swap, and that is counted.
 
-A failing disk fails the claims that wait and delays the rest: rows stay in memory, bounded, and are tried again.
+A failing disk fails the claims that wait and delays the rest: rows stay in memory, bounded, and are retried.
 """
 
 import asyncio
@@ -59,7 +61,7 @@ BUSY_S: Final = 0.25
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 2.0
 CLOSE_TRIES: Final = 4
-"""Failed tries in a row after which closing gives up: about 1.5 s with the lock waits, far below any drain time."""
+"""Failed tries in a row after which closing gives up: about 1.5 s with the lock waits."""
 
 
 class LedgerDown(Exception):
@@ -79,7 +81,7 @@ class _Claim:
 class Ledger:
     """Durable claims, written-behind records and moves, leases and sweeps of dispatches.
 
-    All methods are for the loop thread. `clock` (wall-clock Unix seconds) and `emit` are called from both threads.
+    Methods are for the loop thread. `clock` (wall-clock Unix seconds) and `emit` are called from both.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Ledger:
         self._rung = False
         self._running = False
         self._closing = False
-        # A queue written in C as bell: ringing a condition variable costs the loop thread more than twice as much.
+        # A queue written in C as bell: ringing a condition variable costs more than twice as much.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         # The writer's own; the loop thread only looks at the number.
         self._failures = 0
@@ -124,9 +126,10 @@ class Ledger:
         )
 
     def open(self) -> None:
-        """Create or check the file, take the lease, sweep once, start the writer. Blocks (at start only).
+        """Create or check the file, take the lease, sweep once, start the writer. Blocks until that is done.
 
-        Raises LedgerDown, also when the file is of a newer schema; may then be called again.
+        Raises LedgerDown, also when the file is of a newer schema. It may then be called again, and through
+        `asyncio.to_thread` once traffic runs: a locked file takes `BUSY_S` to say so.
         """
         opened: ThreadFuture[None] = ThreadFuture()
         self._closing = False
@@ -138,10 +141,10 @@ class Ledger:
     def claim(self, d: Dispatch) -> asyncio.Future[None]:
         """Put a new dispatch on disk as DISPATCHING; done when it is fsynced.
 
-        Give it as it shall stand there (`moved(prepared, State.DISPATCHING, ...)`); any other state raises
-        IllegalMove. The future fails with ClaimConflict, or with LedgerDown: then nothing is stored, nothing retried,
-        and `record` may still be called. A cancelled future does not undo the claim: move it to CANCELLED.
-        Its StateChanged is emitted when it is durable, before the future resolves.
+        Give it as it shall stand there, DISPATCHING; any other state raises IllegalMove. The future fails
+        with ClaimConflict, or with LedgerDown: then nothing is stored or retried, and `record` may still
+        be called. A cancelled future does not undo the claim: move it to CANCELLED. StateChanged is emitted
+        when it is durable, before the future resolves.
         """
         if d.state is not State.DISPATCHING:
             raise IllegalMove(d.state, State.DISPATCHING)
@@ -182,7 +185,7 @@ class Ledger:
         return after
 
     async def close(self) -> None:
-        """Write what is left, end the lease unless rows are still open, and end the thread. Safe to repeat."""
+        """Write what is left, end the lease unless rows are open, and end the thread. Safe to repeat."""
         thread = self._thread
         if thread is None:
             return
@@ -302,7 +305,7 @@ class Ledger:
             if self._upkeep_due:
                 self._keep_up()
             self._failures = 0
-        except Exception as exc:  # noqa: BLE001 - counted below; a writer that dies would take every claim with it
+        except Exception as exc:  # noqa: BLE001 - counted below; a dead writer would take every claim with it
             self._failed(exc, claims)
             if _may_pass(exc):
                 self._keep(rows)
@@ -388,7 +391,7 @@ class Ledger:
 
 
 def read_dispatches(path: Path) -> list[Dispatch]:
-    """All dispatches in the order they were first stored. Reads only, beside a running proxy. Raises LedgerDown."""
+    """All dispatches in the order they were first stored; also beside a running proxy. Raises LedgerDown."""
     try:
         with contextlib.closing(
             sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=BUSY_S)
@@ -421,7 +424,8 @@ _SCHEMA: Final = (
     # The sweep looks at these alone; a finished row is not in it, so in observe it costs nothing.
     f"CREATE INDEX unsettled ON dispatches (operation) WHERE state IN ({_UNSETTLED})",
     """CREATE TABLE instances (
-        instance TEXT PRIMARY KEY, pid INTEGER NOT NULL, started_s REAL NOT NULL, lease_until_s REAL NOT NULL)""",
+        instance TEXT PRIMARY KEY, pid INTEGER NOT NULL, started_s REAL NOT NULL,
+        lease_until_s REAL NOT NULL)""",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 
@@ -433,7 +437,7 @@ _CLAIM: Final = f"{_INSERT} ON CONFLICT (operation) DO NOTHING"
 _PRIOR: Final[Mapping[State, str]] = {
     after: ",".join(["", *(before for before in State if after in REACHABLE[before]), ""]) for after in State
 }
-"""State -> the stored states it may replace, as `,A,B,`: a bound text is searched faster than an IN list is built."""
+"""State -> the stored states it may replace, as `,A,B,`: cheaper to search than an IN list."""
 
 _UPSERT: Final = (
     f"{_INSERT} ON CONFLICT (operation) DO UPDATE SET "
@@ -505,7 +509,7 @@ def _down(path: Path, cause: Exception) -> LedgerDown:
 
 
 def _may_pass(exc: Exception) -> bool:
-    """Is it the disk, the file or a lock, so that a later try can succeed? Else a value or our code is at fault."""
+    """Can a later try succeed (disk, file, lock)? Else a value or our code is wrong."""
     # A damaged file is a plain DatabaseError; the subclasses other than OperationalError blame the statement.
     return (
         isinstance(exc, LedgerDown | OSError | sqlite3.OperationalError) or type(exc) is sqlite3.DatabaseError
@@ -554,7 +558,10 @@ class _Store:
         self._swept_to = ""
 
     def connect(self) -> None:
-        """Open the file, made 0600, and bring it to our schema; nothing if it is open. Raises LedgerDown, OSError."""
+        """Open the file, made 0600, and bring it to our schema; nothing if it is open.
+
+        Raises LedgerDown, OSError, sqlite3.Error.
+        """
         if self._db is not None:
             return
         if not self._path.exists():
@@ -605,9 +612,9 @@ class _Store:
         return written
 
     def keep_up(self, now_s: float) -> _Kept:
-        """Sweep one page of rows that lost their owner or have settled, and drop a batch of those kept long enough."""
+        """Sweep a page of rows that lost their owner or settled, drop a batch of those kept long enough."""
         db = self._open_db()
-        # The write lock first: an instance that renews its lease after we read it would lose rows it works on.
+        # The write lock first: an instance that renews its lease after we read it would lose live rows.
         db.execute("BEGIN IMMEDIATE")
         page = db.execute(
             _SWEEPABLE, {"after": self._swept_to, "instance": self._instance, "now_s": now_s}
@@ -643,7 +650,7 @@ class _Store:
 
 
 def _create_private(path: Path) -> None:
-    """Make the file, readable by its owner only (SQLite gives its companions the same mode), and its name durable."""
+    """Make the file for its owner only, its name durable. SQLite gives `-wal` and `-shm` the same mode."""
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -658,7 +665,7 @@ def _lost(db: sqlite3.Connection, rows: list[Dispatch]) -> list[tuple[str, str, 
     for d in rows:
         query = "SELECT state, instance FROM dispatches WHERE operation = ?"
         stored, instance = db.execute(query, (d.operation,)).fetchone()
-        # The same state of our own is a write whose success was never told, or the sweep's word for what we say too.
+        # Our own row in that state: a write whose success was never told, or a sweep that said the same.
         if stored != d.state.value or instance != d.instance:
             lost.append((d.operation, stored, d.state.value))
     return lost

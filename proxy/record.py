@@ -36,7 +36,6 @@ class Record:
     stage: Stage = Stage.OFF
     enforced: bool = False
     request_bytes: int = 0
-    decode_s: float = 0.0
     judge_s: float = 0.0
     claim_s: float = 0.0
     first_byte_s: float = 0.0
@@ -138,7 +137,6 @@ class Record:
                 messages=sequence.messages if sequence else 0,
                 request_bytes=self.request_bytes,
                 response_bytes=response_bytes,
-                decode_s=self.decode_s,
                 judge_s=self.judge_s,
                 claim_s=self.claim_s,
                 first_byte_s=self.first_byte_s,

@@ -4,8 +4,10 @@ A verdict never knows the stage. This file alone turns the two into pass, mark o
 answer's gate may hold.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
 
 from turngate.validators.rules import Verdict
 
@@ -32,6 +34,42 @@ class Action(StrEnum):
     PASS = "pass"
     MARK = "mark"  # passed, and recorded as what would have been refused
     REFUSE = "refuse"
+
+
+class Rung(NamedTuple):
+    """One scope of the settings: which upstreams and models (shell patterns) stand on which stage."""
+
+    upstream: str
+    model: str
+    stage: Stage
+
+
+class Ladder:
+    """Which stage is in force where. The first scope that matches counts; an operator's order stands above all."""
+
+    def __init__(self, rungs: Sequence[Rung], default: Stage) -> None:
+        self._rungs = (*rungs, Rung("*", "*", default))
+        self.ordered: Stage | None = None
+
+    def stage(self, upstream: str, model: str) -> Stage:
+        """The stage of one request."""
+        if self.ordered is not None:
+            return self.ordered
+        return next(
+            r.stage for r in self._rungs if fnmatchcase(upstream, r.upstream) and fnmatchcase(model, r.model)
+        )
+
+    def possible(self, upstream: str) -> frozenset[Stage]:
+        """Every stage that may be in force at an upstream, before the model is known."""
+        if self.ordered is not None:
+            return frozenset({self.ordered})
+        found: set[Stage] = set()
+        for rung in self._rungs:
+            if fnmatchcase(upstream, rung.upstream):
+                found.add(rung.stage)
+                if rung.model == "*":
+                    break
+        return frozenset(found)
 
 
 _ENFORCED: Final = frozenset(

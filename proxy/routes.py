@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from turngate.adapters import registry
 from turngate.adapters.dialect import Dialect
 from turngate.proxy.config import Settings
@@ -15,6 +17,14 @@ from turngate.proxy.upstream import Origin
 from turngate.proxy.wire import RequestHead
 
 ANTHROPIC_MARKS: Final = (b"anthropic-version", b"x-api-key")
+
+
+class NoRoute(Exception):
+    """The request leads nowhere: 404 for a path, 421 for a host that is not configured."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +37,7 @@ class Target:
     prefix: str
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """Where one request goes. `dialect` is None for what is only relayed."""
 
     target: Target
@@ -46,21 +55,32 @@ class Routes:
             for name, upstream in settings.upstreams.items()
         }
 
-    @property
-    def names(self) -> list[str]:
-        """For the answer to a request that leads nowhere."""
-        return sorted(self._targets)
-
-    def find(self, head: RequestHead) -> Route | None:
-        """The route of a request, or None. The target's bytes are kept: no percent sign is touched."""
+    def find(self, head: RequestHead) -> Route:
+        """The route of a request; its target's bytes are kept: no percent sign is touched. Raises NoRoute."""
         path = head.target
-        if not path.startswith("/"):
-            return None  # absolute-form and `*`: nothing a base URL produces
+        if path.startswith("/"):
+            return self._by_target(path, head)
+        scheme, _, rest = path.partition("://")
+        authority, slash, after = rest.partition("/")
+        if scheme not in ("http", "https") or not authority:
+            raise NoRoute(404, f"no upstream for this target; configured: {self._names()}")
+        # Absolute-form: a client that takes us for its HTTP proxy.
+        for target in self._targets.values():
+            if target.origin.scheme == scheme and target.origin.host_header == authority.lower().encode():
+                return self._route(target, slash + after or "/", head, prefixed=False)
+        raise NoRoute(421, f"{authority[:64]!r} is no configured upstream; there are {self._names()}")
+
+    def _by_target(self, path: str, head: RequestHead) -> Route:
         first, _, rest = path[1:].partition("/")
         if first in self._targets and rest:
             return self._route(self._targets[first], f"/{rest}", head)
         target = self._targets.get(self._by_path(path, head))
-        return self._route(target, path, head) if target is not None else None
+        if target is None:
+            raise NoRoute(404, f"no upstream for this path; configured: {self._names()}")
+        return self._route(target, path, head)
+
+    def _names(self) -> str:
+        return ", ".join(sorted(self._targets))
 
     def _by_path(self, path: str, head: RequestHead) -> str:
         bare = path.partition("?")[0]
@@ -74,6 +94,6 @@ class Routes:
         # Paths that both providers have, e.g. /v1/models.
         return "anthropic" if any(head.has(mark) for mark in ANTHROPIC_MARKS) else "openai"
 
-    def _route(self, target: Target, path: str, head: RequestHead) -> Route:
+    def _route(self, target: Target, path: str, head: RequestHead, *, prefixed: bool = True) -> Route:
         dialect = registry.by_path(head.method, path.partition("?")[0])
-        return Route(target, target.prefix + path, dialect)
+        return Route(target, target.prefix + path if prefixed else path, dialect)

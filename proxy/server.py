@@ -20,14 +20,16 @@ import turngate
 from turngate.proxy import wire
 from turngate.proxy.app_side import App, Connection, Written
 from turngate.proxy.config import Address, Settings
+from turngate.proxy.control import Order, Watcher
 from turngate.proxy.exchange import Exchange, Services
+from turngate.proxy.judging import Judge
 from turngate.proxy.keys import load_or_create_key
 from turngate.proxy.ledger_sqlite import Ledger, LedgerDown
 from turngate.proxy.routes import Routes
 from turngate.proxy.supervisor import ObserverSettings, Supervisor
 from turngate.proxy.upstream import Pool
 from turngate.proxy.wire import Framing
-from turngate.telemetry.events import FailureCounted, ProxyStarted, ProxyStopped
+from turngate.telemetry.events import FailureCounted, ProxyStarted, ProxyStopped, StageOrdered
 from turngate.telemetry.spool import Spool
 
 HEAD_BYTES_MAX: Final = 64 * 1024
@@ -85,6 +87,8 @@ class Proxy:
         self._exchanges: set[Exchange] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._hurry = asyncio.Event()
+        loop = self._loop = asyncio.get_running_loop()
         data_dir = settings.data_dir
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.spool = Spool(data_dir / "spool", self.instance, bytes_max=settings.spool.bytes_max)
@@ -92,7 +96,7 @@ class Proxy:
             data_dir / "ledger.sqlite3",
             instance=self.instance,
             emit=self.spool.emit,
-            loop=asyncio.get_running_loop(),
+            loop=loop,
             lease_s=settings.ledger.lease_s,
         )
         self.supervisor = Supervisor(
@@ -104,9 +108,15 @@ class Proxy:
             instance=self.instance,
             emit=self.spool.emit,
         )
+        self._control = Watcher(
+            data_dir / "ledger.sqlite3",
+            changed=self._hear,
+            failed=lambda error: self._failed("control", error),
+        )
         self._pool = Pool()
         self._services = Services(
             settings=settings,
+            ladder=settings.ladder(),
             routes=Routes(settings),
             pool=self._pool,
             ledger=self.ledger,
@@ -114,6 +124,7 @@ class Proxy:
             monotonic=time.monotonic,
             wall=time.time,
             new_operation=lambda: f"op-{secrets.token_hex(8)}",
+            judge=Judge(),
             digest_key=load_or_create_key(data_dir / "keys" / "digest.key", 32),
             instance=self.instance,
         )
@@ -139,6 +150,7 @@ class Proxy:
         )
         if not self._open_ledger():
             self._ledger_retry = asyncio.create_task(self._retry_ledger())
+        self._control.start()
         self.supervisor.start()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._listener, sock=self.listening.data, backlog=4096)
@@ -148,10 +160,15 @@ class Proxy:
         self.ready = True
 
     async def drain(self) -> None:
-        """Readiness off, let open exchanges end for as long as is set, end the rest loudly, write everything down."""
+        """Readiness off, let open exchanges end for as long as is set, end the rest loudly, write everything down.
+
+        New requests are still taken meanwhile: a load balancer learns late that we are leaving.
+        """
         self.ready = False
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), self.settings.drain_s)
+            async with asyncio.timeout(self.settings.drain_s):
+                await self._hurried(self.settings.linger_s)
+                await self._idle.wait()
         left = len(self._exchanges)
         if self._server is not None:
             self._server.close()
@@ -159,6 +176,7 @@ class Proxy:
             exchange.stop()
         await self._listener.shutdown(timeout=1.0)
         await self._pool.close()
+        await asyncio.to_thread(self._control.stop)
         if self._ledger_retry is not None:
             self._ledger_retry.cancel()
         await self.ledger.close()
@@ -167,8 +185,13 @@ class Proxy:
         await self.supervisor.stop()
         self.listening.close()
 
+    async def _hurried(self, at_most_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), at_most_s)
+
     def hurry(self) -> None:
         """Do not wait for open exchanges any longer."""
+        self._hurry.set()
         self._idle.set()
 
     async def _handle(self, request: web.BaseRequest) -> Written:
@@ -179,7 +202,8 @@ class Proxy:
         self._exchanges.add(exchange)
         self._idle.clear()
         try:
-            return Written(keep_alive=await exchange.run())
+            keep_alive = await exchange.run()
+            return Written(keep_alive=keep_alive and self.ready)
         finally:
             self._exchanges.discard(exchange)
             if not self._exchanges:
@@ -201,11 +225,32 @@ class Proxy:
             app.send(body)
         return Written(keep_alive=keep_alive)
 
+    def _hear(self, order: Order) -> None:
+        """Called in the watcher's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._ordered, order)
+
+    def _ordered(self, order: Order) -> None:
+        """An operator's order: in force for the next request, open ones go on as they began."""
+        self._services.ladder.ordered = order.stage
+        self.spool.emit(
+            StageOrdered(
+                at_s=time.time(),
+                instance=self.instance,
+                stage=order.stage or "",
+                who=order.who,
+                why=order.why,
+            )
+        )
+
+    def _failed(self, where: str, error: Exception) -> None:
+        self.spool.emit(FailureCounted(at_s=time.time(), where=where, error=type(error).__name__))
+
     def _open_ledger(self) -> bool:
         try:
             self.ledger.open()
         except LedgerDown as error:
-            self.spool.emit(FailureCounted(at_s=time.time(), where="ledger.open", error=str(error)))
+            self._failed("ledger.open", error)
             return False
         return True
 
@@ -219,29 +264,24 @@ class Proxy:
 
 async def serve(settings: Settings, listening: Listening, started: Callable[[Proxy], None]) -> None:
     """Run until SIGTERM or SIGINT, then drain; a second signal ends the draining. `started` is told once."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def signalled() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
     raise_file_limit()
     try:
         proxy = Proxy(settings, listening)
         await proxy.start()
     except (OSError, ValueError) as error:
         raise StartError(f"cannot use data_dir {settings.data_dir}: {error}") from error
+    stop = asyncio.Event()
+
+    def signalled() -> None:
+        if stop.is_set():
+            proxy.hurry()
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
     started(proxy)
     await stop.wait()
-    draining = asyncio.ensure_future(proxy.drain())
-    hurried = asyncio.ensure_future(hurry.wait())
-    await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
-    if not draining.done():
-        proxy.hurry()
-    await draining
-    hurried.cancel()
+    await proxy.drain()
 
 
 def raise_file_limit() -> None:

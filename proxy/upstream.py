@@ -24,6 +24,7 @@ from typing import Final, Literal, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 from aiohappyeyeballs import start_connection
 
 UNREAD_BYTES_MAX: Final = 256 * 1024
@@ -130,8 +131,7 @@ def _port(url: str, scheme: str) -> int:
     return port or DEFAULT_PORTS[scheme]
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, gc=False):
     """An answer's status line and headers as they came: raw names, order, duplicates; values without leading blanks.
 
     `content_length` and `chunked` are what the head declares, also where no body follows (HEAD, 204, 304).

@@ -5,10 +5,11 @@ framing is kept in kind: a length stays a length in its place, chunks stay chunk
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from http import HTTPStatus
 from typing import Final
+
+import msgspec
 
 from turngate.proxy.upstream import Head
 
@@ -40,8 +41,7 @@ class Framing(Enum):
     CLOSE = "close"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHead:
+class RequestHead(msgspec.Struct, frozen=True):
     """A request's head as the app sent it, with what we need to know of it."""
 
     method: str
@@ -49,10 +49,12 @@ class RequestHead:
     headers: Headers
     framing: Framing
     expects_continue: bool
+    upgrades: bool
+    """The app asks for another protocol on this connection (a WebSocket)."""
 
     @classmethod
     def read(cls, method: str, target: str, headers: Headers) -> "RequestHead":
-        framing, expects_continue = Framing.NONE, False
+        framing, expects_continue, upgrades = Framing.NONE, False, False
         for name, value in headers:
             match name.lower():
                 case b"transfer-encoding":
@@ -61,7 +63,9 @@ class RequestHead:
                     framing = Framing.LENGTH
                 case b"expect":
                     expects_continue = value.strip().lower() == b"100-continue"
-        return cls(method, target, headers, framing, expects_continue)
+                case b"connection":
+                    upgrades = upgrades or b"upgrade" in value.lower()
+        return cls(method, target, headers, framing, expects_continue, upgrades)
 
     def has(self, lower_name: bytes) -> bool:
         return any(name.lower() == lower_name for name, _ in self.headers)
@@ -82,8 +86,10 @@ def request_bytes(head: RequestHead, target: str, host: bytes, *, identity: bool
             lines.append(b"%s: chunked\r\n" % name)
         elif lower == b"accept-encoding" and identity:
             lines.append(b"%s: identity\r\n" % name)
-        elif lower not in dropped and lower != b"expect":
+        elif (lower not in dropped and lower != b"expect") or (head.upgrades and lower == b"upgrade"):
             lines.append(b"%s: %s\r\n" % (name, value))
+    if head.upgrades:
+        lines.append(b"Connection: Upgrade\r\n")
     lines.append(b"\r\n")
     return b"".join(lines)
 
@@ -110,7 +116,9 @@ def answer_bytes(head: Head, framing: Framing, *, close: bool, extra: Headers = 
     if framing is Framing.CHUNKED and not framed:
         lines.append(b"Transfer-Encoding: chunked\r\n")
     lines += [b"%s: %s\r\n" % header for header in extra]
-    if close:
+    if head.status == 101:
+        lines += [b"Upgrade: %s\r\n" % (head.get(b"upgrade") or b""), b"Connection: Upgrade\r\n"]
+    elif close:
         lines.append(b"Connection: close\r\n")
     lines.append(b"\r\n")
     return b"".join(lines)

@@ -52,6 +52,15 @@ class ObserverStarted(Event, frozen=True, tag="observer_started"):
     restart: int
 
 
+class StageOrdered(Event, frozen=True, tag="stage_ordered"):
+    """An operator put a stage in force for everything; `stage` empty: as the settings say again."""
+
+    instance: str
+    stage: str
+    who: str
+    why: str
+
+
 class ExchangeEnded(Event, frozen=True, tag="exchange_ended"):
     """One request and what came of it. Emitted once per exchange, also for relayed bytes (`api` empty)."""
 
@@ -68,7 +77,6 @@ class ExchangeEnded(Event, frozen=True, tag="exchange_ended"):
     messages: int
     request_bytes: int
     response_bytes: int
-    decode_s: float
     judge_s: float
     claim_s: float
     first_byte_s: float
@@ -147,6 +155,7 @@ AnyEvent = (
     ProxyStarted
     | ProxyStopped
     | ObserverStarted
+    | StageOrdered
     | ExchangeEnded
     | FindingMade
     | RequestUnjudged

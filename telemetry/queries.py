@@ -28,9 +28,10 @@ _CONFIG: Final[dict[str, str | bool | int | float | list[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class QueryResult:
-    """`cut` tells that there were more rows than asked for."""
+    """`types` are DuckDB's names of the columns' types; `cut` tells that there were more rows than asked for."""
 
     columns: tuple[str, ...]
+    types: tuple[str, ...]
     rows: list[tuple[Any, ...]]
     cut: bool
 
@@ -80,8 +81,11 @@ def run_query(
         ) from exc
     finally:
         timer.cancel()
-    columns = tuple(str(column[0]) for column in database.description or ())
-    return QueryResult(columns, rows[:rows_max], len(rows) > rows_max)
+        timer.join()  # an interrupt on its way must not meet the next statement, or a closed database
+    described = database.description or ()
+    columns = tuple(str(column[0]) for column in described)
+    types = tuple(str(column[1]) for column in described)
+    return QueryResult(columns, types, rows[:rows_max], len(rows) > rows_max)
 
 
 def open_unknowns(evidence_dir: Path) -> list[tuple[str, str, float]]:

@@ -1,4 +1,4 @@
-"""The dispatch machine: the table itself, single moves, and two instances that crash, sleep, sweep and come back."""
+"""The dispatch machine: the table, single moves, and two instances that crash, sleep, sweep and come back."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -147,10 +147,10 @@ SLOTS = st.sampled_from(("a", "b"))
 
 
 class Fleet(RuleBasedStateMachine):
-    """Two instances on one store. An instance knows its own rows; what it wrote last may have been swept meanwhile.
+    """Two instances on one store. An instance knows its own rows; what it wrote may have been swept.
 
-    The store takes a late write as the database does: only from the row's owner, and only what is reachable. An
-    instance that crashed is followed by one of another name in its slot.
+    The store takes a late write as the database does: only from the row's owner, and only what is reachable.
+    An instance that crashed is followed by one of another name in its slot.
     """
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class Fleet(RuleBasedStateMachine):
                 assert self.ended.setdefault(operation, row) is row
 
     def teardown(self) -> None:
-        """All die and a third one sweeps: every open row is UNKNOWN, then ABANDONED, and nothing else moves."""
+        """All die, a third one sweeps: every open row is UNKNOWN, then ABANDONED; nothing else moves."""
         before = dict(self.store)
         self.now_s = max(self.now_s, *self.lease_until_s.values())
         self.sweep_once("c")

@@ -126,7 +126,7 @@ class Bench:
 
 
 class Writes:
-    """Watches the transactions of one ledger: the states it upserts, how durable they are, and when one is done."""
+    """Watches the transactions of one ledger: states it upserts, how durable they are, when one is done."""
 
     def __init__(self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: list[State] = []
@@ -493,7 +493,7 @@ async def test_what_ended_long_ago_is_forgotten_and_what_is_open_is_kept(bench: 
     assert len(bench.states) == ledger_sqlite.EXPIRE_ROWS_MAX + 102
     bench.clock.now_s += 1.0
     third = bench.ledger("c")
-    # The second batch is deleted before or just after this claim, and closing waits for the writer's turn to end.
+    # The second batch goes before or just after this claim; closing waits for the writer's turn to end.
     await third.claim(bench.row("claim", instance="c"))
     await third.close()
     assert bench.states == {"open": State.DISPATCHING, "new": State.REJECTED, "claim": State.DISPATCHING}

@@ -64,6 +64,7 @@ class Gate:
             self._watch(data)
             return data
         untouched = not self._held and not self.parser.pending
+        withheld_bytes = self.withheld_bytes
         out: list[bytes] = []
         for frame in self.parser.feed(data):
             self._take(frame, out)
@@ -71,7 +72,9 @@ class Gate:
                 return b"".join(out)
         if len(self.parser.pending) + self._held_bytes > self.held_bytes_max:
             self._retract(Reason.LIMIT_HOLD, out)
-        elif untouched and not self._held and not self.parser.pending:
+        elif (
+            untouched and not self._held and not self.parser.pending and self.withheld_bytes == withheld_bytes
+        ):
             return data  # the common case: whole frames of text, no copy
         return b"".join(out)
 
@@ -120,19 +123,20 @@ class Gate:
         self.verdict = verdict = self.assembler.judge()
         if verdict.turn is Turn.COMMITTED:
             out += [frame.raw for frame in self._held]
-        elif verdict.turn is Turn.INCOMPLETE and not calls_of(self._held[self._finish_at()].events):
-            out += [frame.raw for frame in self._held[self._finish_at() :]]
-            self.withheld_bytes += sum(len(frame.raw) for frame in self._held[: self._finish_at()])
+        elif verdict.turn is Turn.INCOMPLETE and (end := self._end_without_calls()):
+            out += [frame.raw for frame in end]
+            self.withheld_bytes += self._held_bytes - sum(len(frame.raw) for frame in end)
         else:
             self._retract(verdict.reason or Reason.INTERNAL, out)
         self._held, self._held_bytes = [], 0
 
-    def _finish_at(self) -> int:
-        """Where among the held frames the provider's finish begins."""
+    def _end_without_calls(self) -> list[Frame]:
+        """The held frames from the provider's finish on; none where a call is in one of them (another choice's, say)."""
         for index, frame in enumerate(self._held):
             if any(isinstance(event, ChoiceFinished) for event in frame.events):
-                return index
-        return len(self._held) - 1
+                end = self._held[index:]
+                return [] if any(calls_of(frame.events) for frame in end) else end
+        return []
 
     def _retract(self, reason: Reason, out: list[bytes]) -> None:
         if self.verdict is None:

@@ -66,6 +66,9 @@ class Block(msgspec.Struct, frozen=True, gc=False):
 class MessageSequence(msgspec.Struct, frozen=True):
     """What one request asks the provider to read.
 
+    `result_id_key` is the name of the field in which a result on this wire names its call, for pointers.
+    `uses_tools`: a tool is declared or occurs. It is the request class that text-only stages leave alone, and where it
+    is false there are no edges to look at.
     `continues` is true where the provider holds earlier turns itself, so that a result's call need not be in the body.
     `joins_assistant_turns` is true where the provider merges consecutive assistant messages into one turn.
     """
@@ -75,17 +78,11 @@ class MessageSequence(msgspec.Struct, frozen=True):
     stream: bool
     blocks: tuple[Block, ...]
     messages: int
-    declares_tools: bool
+    uses_tools: bool
+    result_id_key: str
     choices: int = 1
     continues: bool = False
     joins_assistant_turns: bool = False
-
-    @property
-    def uses_tools(self) -> bool:
-        """True where a tool is declared or occurs: the request class that text-only stages leave alone."""
-        return self.declares_tools or any(
-            block.kind is Kind.TOOL_CALL or block.kind is Kind.TOOL_RESULT for block in self.blocks
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +98,7 @@ class Stray(StrEnum):
     """Why a result answers no call where it stands."""
 
     UNKNOWN_ID = "unknown id, and no call is open"
-    WRONG_ID = "unknown id, while a call waits for its result"
+    WRONG_ID = "an id of another turn or of none, while a call waits for its result"
     REPEATED = "its call has a result already"
     ELSEWHERE = "its call is in the history, but this is not the place of its result"
 
@@ -114,36 +111,49 @@ class Pairing:
     strays: list[tuple[Block, Stray]] = field(default_factory=list)
     last_turn: list[Edge] = field(default_factory=list)
     """The edges of the last assistant turn: a result for these can still be put in its place."""
-    last_turn_waits_for_server: bool = False
-    """The last assistant turn holds a server tool's call without its result (a paused or mixed turn)."""
+    server_calls: list[Block] = field(default_factory=list)
+    """Server tools' calls that nobody will answer any more: their result is nowhere and their turn is past."""
+    paused: bool = False
+    """The sequence ends with an assistant turn that waits for a server tool (a paused or mixed turn)."""
 
 
 def pair(sequence: MessageSequence) -> Pairing:
     """Link results to calls as the provider does. Linear in the number of blocks."""
     pairing = Pairing()
     run = _Run()
+    strays: list[tuple[Block, Stray, _Run]] = []
     for block in sequence.blocks:
         if block.role is Role.ASSISTANT:
             if not run.at_assistant or (block.turn != run.turn and not sequence.joins_assistant_turns):
+                pairing.server_calls += run.server_calls.values()
                 run = _Run(at_assistant=True)
-                pairing.last_turn, pairing.last_turn_waits_for_server = run.edges, False
             run.turn = block.turn
             if block.kind is Kind.TOOL_CALL:
                 pairing.edges.append(run.open(block))
             elif block.kind is Kind.SERVER_TOOL_CALL:
-                pairing.last_turn_waits_for_server = True
+                run.server_calls[block.call_id] = block
             elif block.kind is Kind.SERVER_TOOL_RESULT:
-                pairing.last_turn_waits_for_server = False
+                _answer_server_call(block, run, pairing)
         elif block.kind is Kind.TOOL_RESULT:
             run.at_assistant = False
             stray = run.answer(block)
             if stray is not None:
-                pairing.strays.append((block, stray))
+                strays.append((block, stray, run))
         else:
             run.at_assistant = run.unbroken = False
-    if pairing.strays:
-        pairing.strays = list(_placed(pairing))
+    pairing.last_turn, pairing.paused = run.edges, run.at_assistant and bool(run.server_calls)
+    if run.edges and not run.unbroken:
+        # A mixed turn goes on after its results alone; anything behind them ends the wait (anthropic-messages.md B12).
+        pairing.server_calls += run.server_calls.values()
+    if strays:
+        pairing.strays = list(_placed(pairing, strays))
     return pairing
+
+
+def _answer_server_call(result: Block, run: "_Run", pairing: Pairing) -> None:
+    """A server's result stands in the turn of its call, or, after a mixed turn, in a later one."""
+    if run.server_calls.pop(result.call_id, None) is None:
+        pairing.server_calls = [call for call in pairing.server_calls if call.call_id != result.call_id]
 
 
 @dataclass(slots=True)
@@ -155,6 +165,10 @@ class _Run:
     unbroken: bool = True
     edges: list[Edge] = field(default_factory=list)
     by_id: dict[str, list[Edge]] = field(default_factory=dict)
+    results: dict[str, int] = field(default_factory=dict)
+    """How many have been placed, by id."""
+    server_calls: dict[str | None, Block] = field(default_factory=dict)
+    """Those of this turn that have no result yet."""
 
     def open(self, call: Block) -> Edge:
         edge = Edge(call)
@@ -173,30 +187,37 @@ class _Run:
             return None
         edges = self.by_id.get(result.call_id)
         if edges is None:
-            waits = self.unbroken and any(edge.result is None for edge in self.edges)
-            return Stray.WRONG_ID if waits else Stray.UNKNOWN_ID
-        # An app that gave two calls one id answers them in order; more results than calls are repeats.
-        waiting = next((edge for edge in edges if edge.result is None), None)
-        if waiting is None:
+            return Stray.WRONG_ID if self.unbroken else Stray.UNKNOWN_ID
+        # Two calls of one id: the first result answers both (nobody is known to refuse that as unanswered, CHAT-B06),
+        # the next one takes over from the second call on; more results than calls are repeats.
+        before = self.results.get(result.call_id, 0)
+        if before >= len(edges):
             return Stray.REPEATED
         if not self.unbroken:
-            waiting.result_elsewhere = True
-            return Stray.ELSEWHERE
-        waiting.result = result
+            for edge in edges[before:]:
+                edge.result_elsewhere = True
+            return Stray.REPEATED if before else Stray.ELSEWHERE
+        self.results[result.call_id] = before + 1
+        for edge in edges[before:]:
+            edge.result = result
         return None
 
 
-def _placed(pairing: Pairing) -> Iterator[tuple[Block, Stray]]:
+def _placed(pairing: Pairing, strays: list[tuple[Block, Stray, _Run]]) -> Iterator[tuple[Block, Stray]]:
     """Tell a result whose call stands elsewhere in the history from one whose call is nowhere."""
     calls: dict[str, list[Edge]] = {}
     for edge in pairing.edges:
         if edge.call.call_id is not None:
             calls.setdefault(edge.call.call_id, []).append(edge)
-    for block, stray in pairing.strays:
+    for block, stray, run in strays:
+        if stray is Stray.WRONG_ID and not any(edge.result is None for edge in run.edges):
+            stray = Stray.UNKNOWN_ID  # the run is complete without it
         if stray in (Stray.UNKNOWN_ID, Stray.WRONG_ID) and block.call_id in calls:
             unanswered = [edge for edge in calls[block.call_id] if edge.result is None]
             for edge in unanswered:
                 edge.result_elsewhere = True
-            yield block, Stray.ELSEWHERE if unanswered else Stray.REPEATED
-        else:
-            yield block, stray
+            if unanswered:
+                stray = Stray.ELSEWHERE
+            elif stray is Stray.UNKNOWN_ID:
+                stray = Stray.REPEATED
+        yield block, stray

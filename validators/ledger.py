@@ -1,9 +1,9 @@
 """The states of one dispatch, as a pure machine: what may follow what, and what a sweep decides.
 
-A dispatch is one attempt to send a request to a provider. Money and side effects hang on it, so the machine is
-pessimistic: once a byte may have left, not knowing is `UNKNOWN`, and a final state is never left again. Nothing here
-reads a clock or a file; times are wall-clock Unix seconds given by the caller, because leases are compared across
-processes.
+A dispatch is one attempt to send a request to a provider. Money and side effects hang on it, so the machine
+is pessimistic: once a byte may have left, not knowing is `UNKNOWN`, and a final state is never left again.
+Nothing here reads a clock or a file; times are wall-clock Unix seconds given by the caller, because leases
+are compared across processes.
 """
 
 from collections.abc import Mapping
@@ -150,7 +150,7 @@ def moved(
 def sweep(dispatch: Dispatch, *, lease_until_s: float, now_s: float) -> State | None:
     """What becomes of a stored row that nobody may be working on any more; None: leave it.
 
-    An open row goes UNKNOWN when its instance's lease ran out, an UNKNOWN one ABANDONED when its settle time passed.
+    An open row goes UNKNOWN when its instance's lease ran out, an UNKNOWN one ABANDONED when it has settled.
     """
     if dispatch.state in OPEN and now_s >= lease_until_s:
         return State.UNKNOWN

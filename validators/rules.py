@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+import msgspec
+
 from turngate.validators.graph import MessageSequence, Pairing, Stray, pair
 
 
@@ -26,6 +28,7 @@ class Reason(StrEnum):
     CALL_BAD_NAME = "call.bad_name"
     STREAM_TRUNCATED = "stream.truncated"
     STREAM_NO_STOP = "stream.no_stop"
+    STREAM_STALLED = "stream.stalled"
     STREAM_ERROR_EVENT = "stream.error_event"
     STREAM_BAD_FRAMING = "stream.bad_framing"
     STREAM_CALL_ID_MISSING = "stream.call_id_missing"
@@ -75,8 +78,7 @@ class Finding:
         return f"{self.reason} at {self.at}: {self.message} {self.remedy}"
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(msgspec.Struct, frozen=True):
     """A verdict and its findings, the most telling first."""
 
     verdict: Verdict
@@ -87,14 +89,21 @@ Levels = Mapping[Reason, Level]
 """The level of each reason at the provider that will read the request; a reason that is missing is off."""
 
 
+_LEGAL: Final = Judgement(Verdict.LEGAL)
+
+
 def judge(sequence: MessageSequence, levels: Levels) -> Judgement:
     """Apply every rule that is on. Only hard findings make a sequence illegal or waiting."""
+    if not sequence.uses_tools:
+        return _LEGAL  # all rules so far are about tool edges
     pairing = pair(sequence)
     findings: list[Finding] = []
     for reason, rule in RULES.items():
         level = levels.get(reason, Level.OFF)
         if level is not Level.OFF:
             findings += (Finding(reason, level, *fault) for fault in rule(sequence, pairing))
+    if not findings:
+        return _LEGAL
     # Hard ones first, else in the order of the table: a result in the wrong place says more than the open call it leaves.
     findings.sort(key=lambda finding: finding.level is not Level.HARD)
     return Judgement(_verdict(findings, pairing), tuple(findings))
@@ -134,7 +143,7 @@ def result_mismatch(sequence: MessageSequence, pairing: Pairing) -> Iterator[Fau
     for block, stray in pairing.strays:
         if stray is Stray.WRONG_ID:
             yield (
-                block.at,
+                f"{block.at}/{sequence.result_id_key}",
                 f"id {quoted(block.call_id)} is no call of the assistant message it answers.",
                 "Give the result the id of the call that waits for it.",
             )
@@ -163,8 +172,8 @@ def result_misplaced(_: MessageSequence, pairing: Pairing) -> Iterator[Fault]:
 
 
 def call_unanswered(_: MessageSequence, pairing: Pairing) -> Iterator[Fault]:
-    """A client's call without a result. Calls the wire gives no id cannot be checked and are left alone."""
-    paused = pairing.last_turn if pairing.last_turn_waits_for_server else ()
+    """A call without a result. Calls the wire gives no id cannot be checked and are left alone."""
+    paused = pairing.last_turn if pairing.paused else ()
     for edge in pairing.edges:
         if (
             edge.result is None
@@ -177,6 +186,12 @@ def call_unanswered(_: MessageSequence, pairing: Pairing) -> Iterator[Fault]:
                 f"tool call {quoted(edge.call.call_id)} has no result.",
                 "Send its result (success, error or cancelled) right behind the assistant message.",
             )
+    for call in pairing.server_calls:
+        yield (
+            call.at,
+            f"the server's tool call {quoted(call.call_id)} has no result, and the turn that waits for it is past.",
+            "Send the assistant messages as the provider gave them, or drop the call.",
+        )
 
 
 RULES: Final[Mapping[Reason, Callable[[MessageSequence, Pairing], Iterator[Fault]]]] = {

@@ -140,6 +140,7 @@ class Ending(StrEnum):
     EOF = "eof"  # the connection was closed before that
     RESET = "reset"
     LEFT = "left"  # the app went away, so we closed
+    STALLED = "stalled"  # the provider was silent for too long, so we closed
 
 
 class Turn(StrEnum):
@@ -172,8 +173,7 @@ class Call:
         return None if self.free_text else arguments_fault(self.arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class TurnVerdict:
+class TurnVerdict(msgspec.Struct, frozen=True):
     """The end of a turn. `calls` are the ones an app may run: none unless committed."""
 
     turn: Turn
@@ -226,9 +226,9 @@ class Assembler:
 
     def _finish(self, choice: int, event: ChoiceFinished) -> None:
         # Some servers send a second finish with the usage or with another word; the first one that stops for tools,
-        # else the first one, is what their clients go by (openai-chat.md DEV-11).
+        # else the first one, is what their clients go by (openai-chat.md DEV-11). An early end stays one.
         first = self.finishes.get(choice)
-        if first is None or (event.stops_for_tools and not first.stops_for_tools):
+        if first is None or (event.stops_for_tools and first.finish is Finish.COMPLETE):
             self.finishes[choice] = event
 
     def judge(self) -> TurnVerdict:
@@ -254,6 +254,8 @@ class Assembler:
         """The verdict when the bytes are over. `inside_frame`: they stopped in the middle of one."""
         if self.ended or self.fault is not None:
             return self.judge()
+        if ending is Ending.STALLED:
+            return TurnVerdict(Turn.UNKNOWN, Reason.STREAM_STALLED)
         seen = bool(self.text_characters or self.calls)
         turn = Turn.RETRACTED if seen else Turn.UNKNOWN
         half = any(self._half(call) for call in self.calls)

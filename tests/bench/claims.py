@@ -1,7 +1,8 @@
 """What a durable claim costs: `python tests/bench/claims.py [--json]`.
 
-Wall time of a claim alone and of 64 at once (from the call until its future is done), and CPU time of the whole
-process, both threads, per claim and per row written behind. The disk is the one under the system's temp directory.
+Wall time of a claim alone and of 64 at once (from the call until its future is done), and CPU time of the
+whole process, both threads, per claim and per row written behind. The disk is the one under the system's temp
+directory.
 """
 
 import argparse
