@@ -760,7 +760,7 @@ class _Watch:
     """A reader beside the bytes."""
 
     receive: Callable[[bytes], object]
-    decoder: coding.Inflater | None
+    decoder: coding.Decoder | None
 
     def see(self, data: bytes) -> None:
         """Raises coding.CodingError."""

@@ -1,15 +1,22 @@
 """Compressed bodies read beside their bytes: whole, in pieces, too large, and not what they say they are."""
 
 import gzip
+import sys
 import zlib
 from collections.abc import Callable
 
+import brotli
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from turngate.adapters import coding
-from turngate.adapters.coding import CodingError, Inflater, open_decoder
+from turngate.adapters.coding import CodingError, Decoder, open_decoder
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 TEXT = b'data: {"choices":[]}\n\n' * 50
 
@@ -17,13 +24,15 @@ ENCODERS: dict[str, tuple[bytes, Callable[[bytes], bytes]]] = {
     "gzip": (b"gzip", gzip.compress),
     "x-gzip": (b"x-gzip", gzip.compress),
     "deflate": (b"deflate", zlib.compress),
+    "br": (b"br", brotli.compress),
+    "zstd": (b"zstd", zstd.compress),
 }
 
-READ = {b"gzip": True, b"GZIP": True, b" x-gzip ": True, b"deflate": True}
-UNREAD = {b"br": False, b"zstd": False, b"identity": False, b"": False, b"gzip, br": False}
+READ = {b"gzip": True, b"GZIP": True, b" x-gzip ": True, b"deflate": True, b"br": True, b"zstd": True}
+UNREAD = {b"compress": False, b"identity": False, b"": False, b"gzip, br": False}
 
 
-def decoder(content_encoding: bytes) -> Inflater:
+def decoder(content_encoding: bytes) -> Decoder:
     found = open_decoder(content_encoding)
     assert found is not None
     return found
@@ -79,6 +88,15 @@ def test_the_bound_in_force_stops_a_bomb() -> None:
     bomb = gzip.compress(b"\0" * (coding.OUTPUT_BYTES_MAX + 1), compresslevel=1)
     with pytest.raises(CodingError):
         decoder(b"gzip").feed(bomb)
+
+
+@pytest.mark.parametrize(("name", "encode"), ENCODERS.values(), ids=ENCODERS)
+def test_a_body_far_larger_than_its_bytes_is_given_up_early(
+    name: bytes, encode: Callable[[bytes], bytes]
+) -> None:
+    bomb = encode(b"\0" * (4 * coding.RATIO_FROM_BYTES))
+    with pytest.raises(CodingError, match="times its size"):
+        decoder(name).feed(bomb)
 
 
 def test_text_that_is_not_compressed_says_so() -> None:
