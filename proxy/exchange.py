@@ -19,7 +19,7 @@ from turngate.adapters.dialect import Dialect, Trouble, Undecodable
 from turngate.proxy import wire
 from turngate.proxy.app_side import App, AppGone
 from turngate.proxy.config import Settings
-from turngate.proxy.judging import Judge
+from turngate.proxy.judging import Judge, Judged
 from turngate.proxy.ledger_sqlite import ClaimConflict, Ledger, LedgerDown
 from turngate.proxy.record import Record
 from turngate.proxy.reply import ENDED_WELL, Kept, Reply, class_of
@@ -62,6 +62,7 @@ class Exchange:
     """One request and its answer. `run` carries it from the first byte to the last."""
 
     __slots__ = (
+        "_connecting",
         "app",
         "digest",
         "dispatch",
@@ -83,6 +84,7 @@ class Exchange:
         self.link: Link | None = None
         self.sequence: MessageSequence | None = None
         self.digest = b""
+        self._connecting: asyncio.Task[object] | None = None
         self.dispatch: Dispatch | None = None
         settings = services.settings
         self.reply = Reply(app, self.record, settings.limits, settings.timeouts)
@@ -105,17 +107,28 @@ class Exchange:
         finally:
             self.app.listen(None)
             self.reply.close()
-            self._end()
+            try:
+                self._end()
+            except Exception as error:  # noqa: BLE001 - the answer is out; what is told of it must not spoil it
+                self.record.failed("record", error)
         return self.reply.keep_alive and self.app.keeps_alive and not self.app.gone
 
     def stop(self) -> None:
         """The process ends: give the answer up now, loudly."""
         self.reply.give_up(Ending.EOF)
+        self._stop_connecting()
 
     def _app_left(self) -> None:
         self.app.gone = True
         if self.link is not None:
             self.link.abort()
+        self._stop_connecting()
+
+    def _stop_connecting(self) -> None:
+        """Else it goes on for as long as the system tries: two minutes on Linux."""
+        task, self._connecting = self._connecting, None
+        if task is not None:
+            task.cancel()
 
     # 1. Accept
 
@@ -195,16 +208,19 @@ class Exchange:
         began = services.monotonic()
         try:
             judged = services.judge.judge(dialect, body, levels.levels(dialect.api, route.target.server))
+            record.judge_s = services.monotonic() - began
+            return self._judged(route, judged)
         except Undecodable:
             record.unjudged(Reason.BODY_UNDECODABLE)
-            return Judgement(Verdict.UNJUDGED)
         except Exception as error:  # noqa: BLE001 - a rule that fails must not stop the request it looks at
             record.failed("judge", error)
             record.unjudged(Reason.INTERNAL)
-            return Judgement(Verdict.UNJUDGED)
-        record.judge_s = services.monotonic() - began
-        sequence, judgement = judged.sequence, judged.judgement
-        record.stage = services.ladder.stage(route.target.name, sequence.model)
+        return Judgement(Verdict.UNJUDGED)
+
+    def _judged(self, route: Route, judged: Judged) -> Judgement:
+        """Take over what was found out about the request, and the stage it is under."""
+        record, sequence, judgement = self.record, judged.sequence, judged.judgement
+        record.stage = self.services.ladder.stage(route.target.name, sequence.model)
         if record.stage is Stage.OFF:
             return Judgement(Verdict.UNJUDGED)
         record.verdict = judgement.verdict
@@ -257,7 +273,7 @@ class Exchange:
         if claim is not None and not await self._claimed(claim, began):
             return
         if link is None:
-            self._move(State.UNSENT, how="unreachable")
+            self._move(State.UNSENT, how="app_left" if self.app.gone else "unreachable")
             return
         if self.app.gone:
             self._move(State.CANCELLED, how="app_left")
@@ -293,6 +309,8 @@ class Exchange:
             if claim is not None:
                 with suppress(LedgerDown, ClaimConflict):  # looked at, and counted, by who awaits it next
                     await claim
+            if self.app.gone:
+                return None
             self.record.went_wrong("unsent", "provider_unreachable")
             text = f"cannot reach {route.target.name} ({error.cause_kind}); nothing was sent, try again"
             self.reply.fail(502, Reason.DISPATCH_UNSENT, text, retry=True)
@@ -300,14 +318,21 @@ class Exchange:
         return link
 
     async def _acquire(self, route: Route) -> Link:
-        pool, limit_s = self.services.pool, self.services.settings.timeouts.connect_s
-        if not self.reply.enforced:
-            return await pool.acquire(route.target.origin)
+        """A connection, unless the app leaves or the process ends first. Raises Unreachable."""
+        limit_s = self.services.settings.timeouts.connect_s if self.reply.enforced else None
+        task = self._connecting = asyncio.current_task()
         try:
             async with asyncio.timeout(limit_s):
-                return await pool.acquire(route.target.origin)
+                return await self.services.pool.acquire(route.target.origin)
         except TimeoutError as error:
             raise Unreachable("timeout", f"no connection within {limit_s:g} s") from error
+        except asyncio.CancelledError as error:
+            if task is None or not (self.app.gone or self.reply.ended_by_us):
+                raise
+            task.uncancel()  # it was ours
+            raise Unreachable("other", "given up while connecting") from error
+        finally:
+            self._connecting = None
 
     def _head_for(self, link: Link, route: Route) -> bytes:
         gated = self.reply.enforced and self.sequence is not None and self.sequence.stream

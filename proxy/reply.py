@@ -109,7 +109,11 @@ class Reply:
         except Broken as broken:
             self._no_head(broken)
             return None
-        self._record.first_byte_s = self._record.monotonic() - self._record.started_s
+        self._active_s = self._record.monotonic()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watch_silence(self._timeouts.idle_s)
+        self._record.first_byte_s = self._active_s - self._record.started_s
         self._record.status = head.status
         return head
 
@@ -218,7 +222,7 @@ class Reply:
         ending = Ending.CLEAN
         try:
             while not gate.over and (data := await link.read()):
-                out = gate.receive(data)
+                out = self._let_through(gate, data)
                 self._record.holding(gate.held_bytes)
                 if out:
                     app.send(out)
@@ -227,7 +231,7 @@ class Reply:
                 self._active_s = self._record.monotonic()
         except Broken as broken:
             ending = self.ended_by_us or ENDINGS[broken.kind]
-        tail = gate.finish(ending)
+        tail = self._let_through(gate, ending)
         self._record.holding(0)
         if not app.gone:
             if tail:
@@ -238,6 +242,14 @@ class Reply:
             link.abort()
         else:
             self._give_back(link)
+
+    def _let_through(self, gate: Gate, what: bytes | Ending) -> bytes:
+        """What the gate makes of these bytes, or of the end. A fault of ours ends the turn as a broken one does."""
+        try:
+            return gate.receive(what) if isinstance(what, bytes) else gate.finish(what)
+        except Exception as error:  # noqa: BLE001 - counted; the app must not take what it has for the whole
+            self._record.failed("gate", error)
+            return gate.abandon()
 
     async def _pass(
         self, link: Link, head: Head, watch: "_Watch | None" = None, first: Sequence[bytes] = ()

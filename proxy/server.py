@@ -19,7 +19,7 @@ from aiohttp import web
 import turngate
 from turngate.proxy import wire
 from turngate.proxy.app_side import App, Connection, Written
-from turngate.proxy.config import Address, Settings
+from turngate.proxy.config import Address, Settings, SettingsError, accesses
 from turngate.proxy.control import Order, Watcher
 from turngate.proxy.exchange import Exchange, Services
 from turngate.proxy.judging import Judge
@@ -37,6 +37,8 @@ HEAD_BYTES_MAX: Final = 64 * 1024
 HEADERS_MAX: Final = 1000
 REQUEST_BUFFER_BYTES: Final = 256 * 1024
 LEDGER_RETRY_S: Final = 5.0
+ORPHAN_S: Final = 3.0
+"""The observer of a proxy that was killed loads what is sealed before it ends, and holds its two ports meanwhile."""
 
 
 class StartError(Exception):
@@ -56,8 +58,9 @@ class Listening:
         """Raises StartError."""
         bound: list[socket.socket] = []
         try:
-            for name in ("listen", "metrics", "admin"):
-                bound.append(_bind(name, getattr(settings, name)))
+            bound.append(_bind("listen", settings.listen))
+            for name in ("metrics", "admin"):
+                bound.append(_bind(name, getattr(settings, name), patience_s=ORPHAN_S))
         except StartError:
             for each in bound:
                 each.close()
@@ -113,7 +116,7 @@ class Proxy:
             changed=self._hear,
             failed=lambda error: self._failed("control", error),
         )
-        self._pool = Pool()
+        self._pool = _pool(settings, listening)
         self._services = Services(
             settings=settings,
             ladder=settings.ladder(),
@@ -262,6 +265,15 @@ class Proxy:
                 return
 
 
+def _pool(settings: Settings, listening: Listening) -> Pool:
+    """Connections to the upstreams as settings and environment say. Raises StartError."""
+    host, port = listening.data.getsockname()[:2]
+    try:
+        return Pool(accesses(settings, Address(host=host, port=port), os.environ))
+    except SettingsError as error:
+        raise StartError(str(error)) from error
+
+
 async def serve(settings: Settings, listening: Listening, started: Callable[[Proxy], None]) -> None:
     """Run until SIGTERM or SIGINT, then drain; a second signal ends the draining. `started` is told once."""
     raise_file_limit()
@@ -292,12 +304,20 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _bind(name: str, address: Address) -> socket.socket:
+def _bind(name: str, address: Address, patience_s: float = 0.0) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((address.host, address.port))
+        until_s = time.monotonic() + patience_s
+        while True:
+            try:
+                bound.bind((address.host, address.port))
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() >= until_s:
+                    raise
+            time.sleep(0.05)
         bound.listen(4096)
     except OSError as error:
         bound.close()

@@ -1,10 +1,10 @@
 """`kill -9` of proxy and observer under load: nothing leaves unclaimed, twice, or is forgotten; no event counts twice.
 
 One run of a real sidecar (`enforce-tools`, short leases) between raw clients and the simulator, killed at seeded
-moments, the proxy and the observer in turn. Four witnesses share no code with what they watch: the simulator's side
-looks into the ledger file the moment a request arrives; the clients know whether an answer was whole and whether
-anything was killed meanwhile; rows are read again after each restart; every spool segment is kept by a hard link
-before the observer can remove it. The tests below are what their notes must say.
+moments, the proxy and the observer in turn. Four witnesses take notes: the simulator's side looks into the ledger
+file the moment a request arrives; the clients know whether an answer was whole and whether anything was killed
+meanwhile; rows are read again after each restart; every spool segment is kept by a hard link before the observer
+can remove it. The tests below are what the notes must say.
 
     CRASHES=100 CRASH_SEED=7 pytest tests/test_crash.py
 """
@@ -608,7 +608,6 @@ def test_nothing_stays_open(run: Run) -> None:
     assert [row for row in unsettled(run) if row.upstream != "stuck"] == []
 
 
-@pytest.mark.xfail(strict=True, reason="an app that leaves while we connect to its provider is not noticed")
 def test_nothing_stays_open_that_was_still_connecting_at_the_end(run: Run) -> None:
     assert [row for row in unsettled(run) if row.upstream == "stuck"] == []
 

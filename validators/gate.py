@@ -92,6 +92,15 @@ class Gate:
         self._retract(self.verdict.reason or Reason.STREAM_NO_STOP, out)
         return b"".join(out)
 
+    def abandon(self) -> bytes:
+        """Give the turn up for a fault of our own; return what the app must be told."""
+        if self.over:
+            return b""
+        self.verdict = TurnVerdict(Turn.RETRACTED, Reason.INTERNAL)
+        out: list[bytes] = []
+        self._retract(Reason.INTERNAL, out)
+        return b"".join(out)
+
     def _watch(self, data: bytes) -> None:
         if self.blind:
             return

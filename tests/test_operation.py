@@ -1,0 +1,329 @@
+"""The running proxy as its operators meet it: orders, limits in time, draining, and what breaks inside it."""
+
+import asyncio
+import json
+import signal
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import aiohttp
+import pytest
+from running import InLoop, Sidecar, evidence, in_loop, ledger_rows
+
+from turngate.proxy import control
+from turngate.proxy.judging import Judge
+from turngate.proxy.record import Record
+from turngate.proxy.rollout import Stage
+from turngate.proxy.simulator import Simulator
+from turngate.validators.gate import Gate
+from turngate.validators.stream import Assembler
+
+ORPHAN = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "q"}, {"role": "tool", "tool_call_id": "x", "content": "y"}],
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+LOOK = {"model": "m", "stream": True, "tools": [TOOL], "messages": [{"role": "user", "content": "look"}]}
+ANSWERED = {"refusals": False, "steps": [{"when": {}, "answer": {"text": ["fine"]}}]}
+
+
+def both(simulator: Simulator) -> dict[str, str]:
+    return {"openai": simulator.url, "anthropic": simulator.url}
+
+
+async def post(
+    url: str, body: object, path: str = "/v1/chat/completions"
+) -> tuple[int, dict[str, str], bytes]:
+    async with aiohttp.ClientSession() as session, session.post(url + path, json=body) as answer:
+        return (
+            answer.status,
+            {name.lower(): value for name, value in answer.headers.items()},
+            await answer.read(),
+        )
+
+
+# -- orders ------------------------------------------------------------------------------------------------------
+
+
+async def obeyed(proxy: InLoop, stage: Stage | None) -> None:
+    while proxy.proxy._services.ladder.ordered is not stage:
+        await asyncio.sleep(0.01)
+
+
+async def test_an_order_is_in_force_for_the_next_request_and_ends_with_the_settings_again(
+    tmp_path: Path,
+) -> None:
+    async with (
+        Simulator(ANSWERED) as provider,
+        in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy,
+    ):
+        ledger = proxy.data_dir / "ledger.sqlite3"
+        assert (await post(proxy.url, ORPHAN))[0] == 400
+        control.give(ledger, Stage.OFF, who="op", why="too strict")
+        await obeyed(proxy, Stage.OFF)
+        status, headers, _ = await post(proxy.url, ORPHAN)
+        assert (status, "x-turngate-operation" in headers) == (200, False)
+        control.give(ledger, None, who="op", why="")
+        await obeyed(proxy, None)
+        assert (await post(proxy.url, ORPHAN))[0] == 400
+    ordered = evidence(tmp_path, "SELECT stage, who, why FROM stage_ordered ORDER BY at_s")
+    assert ordered == [("off", "op", "too strict"), ("", "op", "")]
+
+
+async def test_an_order_survives_a_restart(tmp_path: Path) -> None:
+    async with Simulator(ANSWERED) as provider:
+        async with in_loop(tmp_path, both(provider)) as proxy:
+            control.give(proxy.data_dir / "ledger.sqlite3", Stage.ENFORCE_TOOLS, who="op", why="")
+        async with in_loop(tmp_path, both(provider)) as proxy:
+            await obeyed(proxy, Stage.ENFORCE_TOOLS)
+            assert (await post(proxy.url, ORPHAN))[0] == 400
+
+
+async def test_an_order_leaves_an_open_stream_as_it_began(tmp_path: Path) -> None:
+    slow = {"steps": [{"answer": {"calls": [{"name": "look", "arguments": {}}]}, "interval_s": 0.05}]}
+    async with Simulator(slow) as provider, in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy:
+        request = asyncio.create_task(post(proxy.url, LOOK))
+        await provider.wait_request()
+        control.give(proxy.data_dir / "ledger.sqlite3", Stage.OFF, who="op", why="")
+        await obeyed(proxy, Stage.OFF)
+        status, headers, body = await request
+        assert status == 200 and "x-turngate-operation" in headers and body.endswith(b"data: [DONE]\n\n")
+    assert evidence(tmp_path, "SELECT decision, held FROM call_decided") == [("released", True)]
+
+
+# -- limits in time ----------------------------------------------------------------------------------------------
+
+
+async def test_a_silent_provider_is_given_up_with_an_error_the_sdks_raise(tmp_path: Path) -> None:
+    stalled = {
+        "steps": [
+            {"answer": {"calls": [{"name": "look", "arguments": {"a": 1}}]}, "fault": {"stall_at_byte": 300}}
+        ]
+    }
+    async with (
+        Simulator(stalled) as provider,
+        in_loop(tmp_path, both(provider), stage="enforce-tools", timeouts={"idle_s": 0.2}) as proxy,
+    ):
+        status, _, body = await post(proxy.url, LOOK)
+        last = json.loads(body.rstrip().rpartition(b"data: ")[2])
+        assert (status, last["error"]["code"]) == (200, "stream.stalled")
+        await provider.wait_closed(provider.requests[0])
+    assert [row[1:] for row in ledger_rows(tmp_path)] == [("UNKNOWN", "stream.stalled")]
+
+
+async def test_a_provider_that_never_begins_is_given_up_and_not_asked_again(tmp_path: Path) -> None:
+    silent = {"steps": [{"answer": {"text": ["late"]}, "delay_s": 30}]}
+    async with (
+        Simulator(silent) as provider,
+        in_loop(tmp_path, both(provider), stage="enforce-tools", timeouts={"first_byte_s": 0.2}) as proxy,
+    ):
+        status, headers, body = await post(proxy.url, LOOK)
+        assert (status, headers["x-should-retry"]) == (504, "false")
+        assert json.loads(body)["error"]["code"] == "stream.stalled"
+        assert len(provider.requests) == 1
+
+
+async def test_no_limit_of_ours_applies_where_nothing_is_enforced(tmp_path: Path) -> None:
+    late = {"steps": [{"answer": {"text": ["late"]}, "delay_s": 0.4}]}
+    async with (
+        Simulator(late) as provider,
+        in_loop(tmp_path, both(provider), timeouts={"first_byte_s": 0.05, "idle_s": 0.05}) as proxy,
+    ):
+        assert (await post(proxy.url, LOOK))[0] == 200
+
+
+# -- draining ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("drain_s", "whole"), [(20, True), (0.2, False)], ids=["in time", "too long"])
+async def test_sigterm_lets_open_answers_end_and_tells_those_that_cannot(
+    tmp_path: Path, drain_s: float, whole: bool
+) -> None:
+    slow = {"steps": [{"answer": {"text": [f"{n} " for n in range(8)]}, "interval_s": 0.1}]}
+    async with (
+        Simulator(slow) as provider,
+        Sidecar(tmp_path, both(provider), stage="enforce-tools", drain_s=drain_s) as sidecar,
+    ):
+        request = asyncio.create_task(post(sidecar.url, LOOK))
+        await provider.wait_request()
+        sidecar.process.send_signal(signal.SIGTERM)
+        status, _, body = await request
+        assert status == 200
+        assert body.endswith(b"data: [DONE]\n\n") is whole
+        assert (b'"error"' in body) is not whole
+        await sidecar.stop()
+
+
+async def test_while_draining_it_is_not_ready_and_still_answers(tmp_path: Path) -> None:
+    async with (
+        Simulator(ANSWERED) as provider,
+        Sidecar(tmp_path, both(provider), linger_s=1.0) as sidecar,
+        aiohttp.ClientSession() as session,
+    ):
+        sidecar.process.send_signal(signal.SIGTERM)
+        status = 200
+        while status == 200:
+            async with session.get(f"{sidecar.url}/-/readyz") as answer:
+                status = answer.status
+        assert status == 503
+        async with session.get(f"{sidecar.url}/-/healthz") as answer:
+            assert answer.status == 200
+        assert (await post(sidecar.url, ORPHAN))[0] == 200
+        await sidecar.stop()
+
+
+# -- other protocols and targets ---------------------------------------------------------------------------------
+
+
+async def test_a_websocket_is_tunnelled_as_raw_bytes_after_the_101(tmp_path: Path) -> None:
+    heard: list[bytes] = []
+    closed = asyncio.Event()
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\nfirst"
+        )
+        while data := await reader.read(65536):
+            writer.write(data[::-1])
+        closed.set()
+        writer.close()
+
+    server = await asyncio.start_server(speak, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, in_loop(tmp_path, {"openai": url}, stage="enforce-tools") as proxy:
+        host, port = proxy.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"GET /v1/realtime?model=m HTTP/1.1\r\nHost: app\r\nConnection: keep-alive, Upgrade\r\n"
+            b"Upgrade: websocket\r\nSec-WebSocket-Key: AAAA\r\n\r\n"
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 101") and b"Upgrade: websocket" in head
+        assert await reader.readexactly(5) == b"first"
+        for frame in (b"\x81\x05hello", b"\x00" * 300_000):
+            writer.write(frame)
+            assert await reader.readexactly(len(frame)) == frame[::-1]
+        assert b"Upgrade: websocket" in heard[0] and b"Sec-WebSocket-Key: AAAA" in heard[0]
+        writer.close()
+        await closed.wait()
+
+
+async def test_an_absolute_target_reaches_its_configured_upstream_and_no_other(tmp_path: Path) -> None:
+    async with Simulator() as provider, in_loop(tmp_path, both(provider)) as proxy:
+        host, port = proxy.url.removeprefix("http://").split(":")
+
+        async def get(target: str) -> bytes:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"GET {target} HTTP/1.1\r\nHost: app\r\nConnection: close\r\n\r\n".encode())
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+        assert (await get(f"{provider.url}/v1/models")).startswith(b"HTTP/1.1 200 ")
+        assert (await get("http://elsewhere.example/v1/models")).startswith(b"HTTP/1.1 421 ")
+        assert [received.path for received in provider.requests] == ["/v1/models"]
+
+
+# -- what breaks inside ------------------------------------------------------------------------------------------
+
+
+def broken(*_: object, **__: object) -> object:
+    raise RuntimeError("injected")
+
+
+FAULTS = {
+    "decoding or a rule": (Judge, "judge", "judge"),
+    "the gate": (Gate, "receive", "gate"),
+    "the end of the gate": (Gate, "finish", "gate"),
+    "the assembler": (Assembler, "receive", "gate"),
+}
+
+
+@asynccontextmanager
+async def observed(tmp_path: Path) -> AsyncIterator[tuple[Simulator, InLoop]]:
+    async with Simulator() as provider, in_loop(tmp_path, both(provider)) as proxy:
+        yield provider, proxy
+
+
+@pytest.mark.parametrize(("owner", "method", "where"), FAULTS.values(), ids=FAULTS)
+async def test_a_fault_of_ours_leaves_observed_traffic_as_it_is_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, where: str
+) -> None:
+    async with observed(tmp_path) as (provider, proxy):
+        alone = await post(provider.url, LOOK)
+        provider.reset()
+        monkeypatch.setattr(owner, method, broken)
+        through = await post(proxy.url, LOOK)
+        assert (through[0], through[2]) == (alone[0], alone[2])
+        monkeypatch.undo()
+    assert (where,) in evidence(tmp_path, 'SELECT DISTINCT "where" FROM failure_counted')
+
+
+async def test_a_fault_in_telling_leaves_the_answer_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with observed(tmp_path) as (provider, proxy):
+        alone = await post(provider.url, LOOK)
+        provider.reset()
+        for method in ("findings", "calls", "ended"):
+            monkeypatch.setattr(Record, method, broken)
+        through = await post(proxy.url, LOOK)
+        assert (through[0], through[2]) == (alone[0], alone[2])
+        monkeypatch.undo()
+        assert (await post(proxy.url, LOOK))[0] == 200
+    assert ("record",) in evidence(tmp_path, 'SELECT DISTINCT "where" FROM failure_counted')
+
+
+async def test_a_fault_of_ours_in_an_enforced_scope_is_an_error_not_half_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Simulator() as provider, in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy:
+        monkeypatch.setattr(Assembler, "judge", broken)
+        status, _, body = await post(proxy.url, LOOK)
+        monkeypatch.undo()
+        assert status == 200 and b'"tool_calls"' not in body
+        assert json.loads(body.rstrip().rpartition(b"data: ")[2])["error"]["code"] == "internal"
+
+
+async def test_a_locked_ledger_holds_up_no_observed_request_and_recording_resumes(tmp_path: Path) -> None:
+    async with observed(tmp_path) as (_, proxy):
+        with closing(sqlite3.connect(proxy.data_dir / "ledger.sqlite3", isolation_level=None)) as holder:
+            holder.execute("BEGIN EXCLUSIVE")
+            for _ in range(3):
+                assert (await post(proxy.url, LOOK))[0] == 200
+            holder.execute("ROLLBACK")
+    assert [row[1] for row in ledger_rows(tmp_path)] == ["COMMITTED"] * 3
+
+
+async def test_a_ledger_that_is_down_makes_an_enforced_scope_act_as_observe(tmp_path: Path) -> None:
+    async with Simulator() as provider, in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy:
+        with closing(sqlite3.connect(proxy.data_dir / "ledger.sqlite3", isolation_level=None)) as holder:
+            holder.execute("BEGIN EXCLUSIVE")
+            status, headers, _ = await post(proxy.url, LOOK)
+            holder.execute("ROLLBACK")
+        assert (status, "x-turngate-operation" in headers) == (200, False)
+    assert ("ledger.claim",) in evidence(tmp_path, 'SELECT DISTINCT "where" FROM failure_counted')
+
+
+async def test_no_ledger_at_all_stops_neither_start_nor_traffic(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite3").mkdir()
+    async with observed(tmp_path) as (_, proxy):
+        assert (await post(proxy.url, LOOK))[0] == 200
+    assert ("ledger.open",) in evidence(tmp_path, 'SELECT DISTINCT "where" FROM failure_counted')
+
+
+async def test_a_spool_that_cannot_be_written_stops_no_traffic(tmp_path: Path) -> None:
+    async with observed(tmp_path) as (_, proxy):
+        spool = proxy.data_dir / "spool"
+        for left in spool.iterdir():
+            left.unlink()
+        spool.rmdir()
+        spool.write_text("in the way")
+        for _ in range(3):
+            assert (await post(proxy.url, LOOK))[0] == 200
+        spool.unlink()
+        spool.mkdir()
+        assert (await post(proxy.url, LOOK))[0] == 200
