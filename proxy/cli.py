@@ -104,6 +104,49 @@ SERVERS = {registry.CHAT.api: "openai", registry.MESSAGES.api: "anthropic"}
 """Whose rules `check` applies where none is named."""
 
 
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run_command(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND...", help="What to run, with its arguments.")
+    ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Settings file (default: ./turngate.yaml).")
+    ] = None,
+    stage: Annotated[Stage | None, typer.Option(help="How far Turngate may go (default: observe).")] = None,
+    upstream: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=URL", help="A provider; may be repeated.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Write here, not into a folder of the run's own under the usual one.")
+    ] = None,
+    env: Annotated[
+        bool, typer.Option("--env", help="Run nothing; print the exports for a sidecar started by `serve`.")
+    ] = False,
+) -> None:
+    """Run a command beside a sidecar of its own: turngate run -- python agent.py
+
+    Its environment gets the base URLs that SDKs and agents read; one that it has already stays the provider behind
+    the sidecar. At the end one line on standard error sums up.
+
+    Exit code: the command's own, 128 + N where signal N ended it; 64 usage, 125 no sidecar, 126 not executable, 127
+    not found.
+    """
+    from turngate.proxy import run  # not above: it is also a program of its own (`python -m`)
+
+    upstreams = _upstreams(upstream or []) or None
+    settings = _settings(config_file, stage=stage, data_dir=data_dir, upstreams=upstreams)
+    if env == bool(command):
+        _fail("write either -- COMMAND... or --env", EX_USAGE)
+    if not command:
+        run.print_exports(settings)
+        return
+    try:
+        code = run.run(command, run.Choice(config_file, data_dir, stage, upstreams), settings)
+    except run.RunError as error:
+        _fail(str(error), error.code)
+    raise typer.Exit(code)
+
+
 @app.command()
 def check(
     file: Annotated[

@@ -7,6 +7,7 @@ agent reads what came back. The evidence is asked last, and must tell the same.
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -14,8 +15,9 @@ import tempfile
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -178,7 +180,8 @@ class _Demo:
 
         def stop(number: signal.Signals) -> None:
             caught.append(number)
-            demo.cancel()
+            if len(caught) == 1:  # a second one must not break off the tidying, which is bounded
+                demo.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
@@ -203,12 +206,13 @@ class _Demo:
                 if stay:
                     await _stay(simulator, sidecar, data_dir)
 
-    async def _take_steps(self, simulator: Simulator, sidecar: "_Sidecar", show: "_Show") -> None:
+    async def _take_steps(self, simulator: Simulator, sidecar: "_Sidecar", show: Callable[[], None]) -> None:
         history: History = ()
+        pace_s = PACE_S if sys.stdout.isatty() else 0.0
         timeout = aiohttp.ClientTimeout(total=STEP_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for step in STEPS:
-                pace = asyncio.create_task(asyncio.sleep(show.pace_s))
+                pace = asyncio.create_task(asyncio.sleep(pace_s))
                 simulator.use({"steps": [step.plays] if step.plays else []})
                 before = len(simulator.requests)
                 sent = step.move(history)
@@ -222,7 +226,7 @@ class _Demo:
     async def _sum_up(self, evidence_dir: Path) -> list[str]:
         """Print the sums of both ends and the evidence; how the two differ, if they do."""
         seen = Counter(done.got.kind for done in self._done)
-        evidence = await asyncio.to_thread(_ask_evidence, evidence_dir, len(self._done))
+        evidence = await _evidence(evidence_dir, len(self._done))
         received = [received for done in self._done for received in done.received]
         illegal = sum(each.status != 200 for each in received)
         partial = sum(done.got.partial_calls for done in self._done)
@@ -251,27 +255,32 @@ class _Evidence:
     withheld_calls: int
 
 
-def _ask_evidence(evidence_dir: Path, requests: int) -> _Evidence:
-    """What was written down, as soon as it tells of so many requests. Blocks up to EVIDENCE_S. Raises DemoError."""
+async def _evidence(evidence_dir: Path, requests: int) -> _Evidence:
+    """What was written down, as soon as it tells of so many requests, or after EVIDENCE_S. Raises DemoError."""
     until_s = time.monotonic() + EVIDENCE_S
     while True:
-        try:
-            with connect_readonly(evidence_dir) as database:
-                outcomes = run_query(
-                    database, "SELECT outcome, count(*) FROM exchange_ended GROUP BY ALL"
-                ).rows
-                retracted = run_query(database, "SELECT count(*) FROM preview_retracted WHERE enforced").rows
-                withheld = run_query(
-                    database, "SELECT count(*) FROM call_decided WHERE decision = 'withheld'"
-                ).rows
-        except duckdb.Error as error:
-            raise DemoError(f"cannot read the evidence: {error}") from error
-        if sum(count for _, count in outcomes) >= requests or time.monotonic() > until_s:
-            return _Evidence(Counter(dict(outcomes)), retracted[0][0], withheld[0][0])
-        time.sleep(POLL_S)
+        evidence = await asyncio.to_thread(_ask_evidence, evidence_dir)
+        if evidence.outcomes.total() >= requests or time.monotonic() > until_s:
+            return evidence
+        await asyncio.sleep(POLL_S)
+
+
+def _ask_evidence(evidence_dir: Path) -> _Evidence:
+    try:
+        with connect_readonly(evidence_dir) as database:
+            ask_for = partial(run_query, database)
+            outcomes = ask_for("SELECT outcome, count(*) FROM exchange_ended GROUP BY ALL").rows
+            retracted = ask_for("SELECT count(*) FROM preview_retracted WHERE enforced").rows
+            withheld = ask_for("SELECT count(*) FROM call_decided WHERE decision = 'withheld'").rows
+    except duckdb.Error as error:
+        raise DemoError(f"cannot read the evidence: {error}") from error
+    return _Evidence(Counter(dict(outcomes)), retracted[0][0], withheld[0][0])
 
 
 # The sidecar.
+
+ANNOUNCED: Final = re.compile(r"listens on (?P<url>\S+).*metrics +(?P<metrics>\S+)\n", re.DOTALL)
+"""What `turngate serve` says when it takes requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +292,8 @@ class _Sidecar:
 
 @contextlib.asynccontextmanager
 async def _sidecar(data_dir: Path, provider_url: str) -> AsyncIterator[_Sidecar]:
-    """`turngate serve` as a child, ready; it has ended when the context is left. Raises DemoError."""
-    listen, metrics, admin = (f"127.0.0.1:{_free_port(port)}" for port in PORTS)
+    """`turngate serve` as a child that takes requests; it has ended when the context is left. Raises DemoError."""
+    listen, metrics, admin = (f"127.0.0.1:{_port(port)}" for port in PORTS)
     arguments = [
         *("serve", "--stage", Stage.ENFORCE_TOOLS, "--data-dir", str(data_dir)),
         *("--listen", listen, "--metrics", metrics, "--admin", admin),
@@ -303,35 +312,29 @@ async def _sidecar(data_dir: Path, provider_url: str) -> AsyncIterator[_Sidecar]
             cwd=data_dir,
         )
     try:
-        await _ready(process, f"http://{listen}", log)
-        yield _Sidecar(process, f"http://{listen}", f"http://{metrics}/metrics")
+        yield await _announced(process, log)
     finally:
         await _stop(process)
 
 
-def _free_port(preferred: int) -> int:
-    """The preferred port of loopback if nobody has it, else any free one."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue  # somebody has it; any other will do
-            return int(probe.getsockname()[1])
-    raise DemoError("no port of 127.0.0.1 can be used")
+def _port(preferred: int) -> int:
+    """The preferred port of loopback if nobody has it; else 0, which is any free one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", preferred))
+        except OSError:
+            return 0  # somebody has it
+    return preferred
 
 
-async def _ready(process: Process, url: str, log: Path) -> None:
-    """Wait until the sidecar takes requests. Raises DemoError with its last words if it does not."""
+async def _announced(process: Process, log: Path) -> _Sidecar:
+    """Wait until the sidecar says where it listens. Raises DemoError with its last words if it does not."""
     until_s = time.monotonic() + START_S
-    async with aiohttp.ClientSession() as session:
-        while process.returncode is None and time.monotonic() < until_s:
-            with contextlib.suppress(aiohttp.ClientConnectionError):  # not yet: that is what is waited for
-                async with session.get(f"{url}/-/readyz") as response:
-                    if response.status == 200:
-                        return
-            await asyncio.sleep(POLL_S)
+    while process.returncode is None and time.monotonic() < until_s:
+        if found := ANNOUNCED.search(await asyncio.to_thread(log.read_text)):
+            return _Sidecar(process, found["url"], found["metrics"])
+        await asyncio.sleep(POLL_S)
     raise DemoError(f"the sidecar did not start\n{_last_lines(log)}")
 
 
@@ -354,6 +357,7 @@ async def _stay(simulator: Simulator, sidecar: _Sidecar, data_dir: Path) -> None
     """Tell how to point one's own app here, and wait until the sidecar ends or a signal comes."""
     simulator.use(None)
     simulator.on_ended = simulator.requests.remove  # it may run for days
+    command = sys.argv[0] if Path(sys.argv[0]).name == "turngate" else "python -m turngate"
     Console(highlight=False, soft_wrap=True).print(
         f"""
 [bold]Now yours.[/] The simulated provider takes any key and calls the tools that you declare.
@@ -362,7 +366,7 @@ async def _stay(simulator: Simulator, sidecar: _Sidecar, data_dir: Path) -> None
   curl {sidecar.url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "gpt-4.1", "messages": [{{"role": "tool", "tool_call_id": "call_9", "content": "14"}}]}}'
   curl {sidecar.metrics_url}
-  {Path(sys.argv[0]).name} query --data-dir {data_dir} "SELECT outcome, count(*) FROM exchange_ended GROUP BY ALL"
+  {command} query --data-dir {data_dir} "SELECT outcome, count(*) FROM exchange_ended GROUP BY ALL"
 Ctrl-C ends it."""
     )
     await sidecar.process.wait()
@@ -374,41 +378,20 @@ Ctrl-C ends it."""
 LINE: Final = "{:<9} {:<39} {:<15} {}"
 
 
-class _Show:
-    """Shows the steps taken; `pace_s` is how long a step should take for somebody who watches."""
-
-    pace_s = 0.0
-
-    def __init__(self, done: Sequence[Done]) -> None:
-        self._done = done
-        print(LINE.format("API", "the app …", "the provider …", "the app gets"))
-
-    def __call__(self) -> None:
-        done = self._done[-1]
-        row = LINE.format(done.step.wire.name, done.step.does, done.provider, str(done.got))
-        print(row + "  NOT AS PROMISED" * bool(done.fault), flush=True)
-
-
-class _ShowLive(_Show):
-    pace_s = PACE_S
-
-    def __init__(self, done: Sequence[Done], live: Live) -> None:
-        self._done = done
-        self._live = live
-
-    def __call__(self) -> None:
-        self._live.update(_table(self._done), refresh=True)
-
-
 @contextlib.contextmanager
-def _shown(done: Sequence[Done]) -> Iterator[_Show]:
-    """A live table on a terminal, lines elsewhere."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        yield _Show(done)
+def _shown(taken: Sequence[Done]) -> Iterator[Callable[[], None]]:
+    """A live table on a terminal, lines elsewhere; to be called after each step."""
+    if not sys.stdout.isatty():
+        print(LINE.format("API", "the app …", "the provider …", "the app gets"), flush=True)
+        yield lambda: print(_line(taken[-1]), flush=True)
         return
-    with Live(_table(done), console=console, auto_refresh=False) as live:
-        yield _ShowLive(done, live)
+    with Live(_table(taken), auto_refresh=False) as live:
+        yield lambda: live.update(_table(taken), refresh=True)
+
+
+def _line(done: Done) -> str:
+    line = LINE.format(done.step.wire.name, done.step.does, done.provider, str(done.got))
+    return line + "  NOT AS PROMISED" * bool(done.fault)
 
 
 STYLES: Final = {"passed": "green", "refused": "yellow", "retracted": "magenta", "broken": "red"}
