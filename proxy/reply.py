@@ -361,6 +361,9 @@ class Reply:
                 assembler.receive(event)
         except (Undecodable, coding.CodingError):
             self._record.unjudged(Reason.BODY_UNDECODABLE)
+            if self.enforced and b"json" in (head.get(b"content-type") or b""):
+                # The provider says it is JSON, and it is not: cut, with a proper end of the transfer.
+                return TurnVerdict(Turn.RETRACTED, Reason.STREAM_TRUNCATED)
             return None
         except Exception as error:  # noqa: BLE001 - counted; what cannot be judged passes
             self._record.failed("gate", error)

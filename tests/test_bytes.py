@@ -650,6 +650,37 @@ async def test_pipelined_requests_are_answered_in_order(
     assert got == numbers
 
 
+@pytest.mark.parametrize("stage", STAGES)
+async def test_one_connection_carries_what_goes_to_different_places(
+    provider: Provider, ports: dict[str, int], stage: str
+) -> None:
+    provider.handler = provider.answering(answer(length(ANSWER_BODY), ANSWER_BODY))
+    asked = [(path, body) for path in PATHS.values() for body in (TEXT_BODY, TOOLS_BODY, GZIPPED, b"")]
+    async with app(ports[stage]) as (reader, writer):
+        for path, body in asked:
+            writer.write(sized(path, body))
+            got = await read_message(reader, method=b"POST")
+            # What is no answer of its dialect is withheld where tools are enforced; the connection goes on.
+            withheld = (stage, path, body) == ("enforce-tools", PATHS["messages"], TOOLS_BODY)
+            assert got.first == (b"HTTP/1.1 502 Bad Gateway" if withheld else b"HTTP/1.1 200 OK")
+            sent = provider.requests.get_nowait()
+            assert (sent.first, sent.body) == (b"POST %s HTTP/1.1" % path, body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+async def test_an_app_that_wants_its_connection_closed_gets_its_answer_and_the_close(
+    provider: Provider, ports: dict[str, int], path: bytes, stage: str
+) -> None:
+    provider.handler = provider.answering(answer(length(ANSWER_BODY), ANSWER_BODY))
+    async with app(ports[stage]) as (reader, writer):
+        writer.write(sized(path, TEXT_BODY, b"Connection: close"))
+        got = await read_message(reader, method=b"POST")
+        assert (got.body, got.get(b"connection")) == (ANSWER_BODY, b"close")
+        assert await reader.read() == b""
+    assert provider.requests.get_nowait().get(b"connection") is None
+
+
 @pytest.mark.parametrize("stage", ["off", "observe"])
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("in_chunks", [False, True], ids=["length", "chunks"])
