@@ -291,7 +291,7 @@ class MessagesStream:
 
     def _delta(self, index: int, delta: _Delta) -> Iterator[StreamEvent]:
         if delta.partial_json is not None:
-            if index in self._open and delta.partial_json:
+            if index in self._open:
                 yield CallDelta(self._open[index], delta.partial_json)
         elif delta.text or delta.thinking:
             yield TextDelta(len(delta.text or delta.thinking or ""))

@@ -140,7 +140,7 @@ class OpenAIChat:
                 function = call.function or call.custom or _CallBody()
                 events += _whole_call(calls, choice.index, call.id or "", function, call.custom is not None)
                 calls += 1
-            if message.function_call is not None:
+            if message.function_call is not None and _says_anything(message.function_call):
                 events += _whole_call(calls, choice.index, LEGACY_CALL_ID, message.function_call, False)
                 calls += 1
             events += _finished(choice.index, choice.finish_reason)
@@ -343,14 +343,14 @@ class ChatStream:
                     yield TextDelta(len(text))
                 for item in delta.tool_calls or ():
                     yield from self._call(choice.index, item)
-                if delta.function_call is not None:
+                if delta.function_call is not None and _says_anything(delta.function_call):
                     yield from self._call(
                         choice.index, _CallDelta(index=0, id=LEGACY_CALL_ID, function=delta.function_call)
                     )
             if choice.finish_reason:
                 yield from _finished(choice.index, choice.finish_reason)
                 self._finished.add(choice.index)
-                if len(self._finished) >= self._choices:
+                if len(self._finished) >= self._choices and self._begun <= self._finished:
                     yield TurnEnded()
 
     def _call(self, choice: int, item: _CallDelta) -> Iterator[StreamEvent]:
@@ -367,6 +367,10 @@ class ChatStream:
             call = self._calls[number]
             call.id, call.name = call.id or id_, call.name or body.name or ""
             yield CallNamed(number, id_, body.name or "")
+        else:
+            # Even a piece that says nothing new belongs to its call, and goes where that goes.
+            yield CallDelta(number, _text(body))
+            return
         fragment = _text(body)
         if fragment:
             yield CallDelta(number, fragment)
@@ -401,6 +405,11 @@ def _whole_call(
     fragment = _text(body)
     if fragment:
         yield CallDelta(number, fragment)
+
+
+def _says_anything(body: _CallBody) -> bool:
+    """False for the empty call that some servers put into every answer (seen at Snowflake)."""
+    return bool(body.name or body.arguments)
 
 
 def _text(body: _CallBody) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -260,6 +262,11 @@ ANSWERS: dict[str, tuple[Dialect, Json, list[StreamEvent]]] = {
         chat_answer({"function_call": function("f")}, "function_call"),
         [STARTED, CallOpened(0, 0, "function_call", "f"), CallDelta(0, "{}"), *DONE_FOR_TOOLS],
     ),
+    "chat legacy call that says nothing": (
+        CHAT,
+        chat_answer({"content": "four", "function_call": {"name": "", "arguments": ""}}),
+        [STARTED, TextDelta(4), *DONE],
+    ),
     "chat length": (
         CHAT,
         chat_answer({"content": "x"}, "length"),
@@ -431,6 +438,14 @@ CHAT_STREAMS: dict[str, tuple[list[object], list[StreamEvent]]] = {
         [chunk({"function_call": function("f", "{")}), chunk({"function_call": {"arguments": "}"}})],
         [CallOpened(0, 0, "function_call", "f"), CallDelta(0, "{"), CallDelta(0, "}")],
     ),
+    "a piece that says nothing new belongs to its call": (
+        [
+            piece(index=0, id="a", function=function("f", "")),
+            piece(index=0, id="a", function=function("f", "")),
+        ],
+        [OPENED, CallDelta(0, "")],
+    ),
+    "a legacy call that says nothing": ([chunk({"function_call": {"name": "", "arguments": ""}})], []),
     "error": ([{"error": {"message": "x"}}], [ProviderFailed('{"message":"x"}')]),
     "an error that no SDK raises on": ([{"error": None}, {"error": {}}, {"error": ""}, {"error": False}], []),
     "another word for the finish": ([chunk({}, "error")], [ChoiceFinished(0, Finish.OTHER), TurnEnded()]),
@@ -462,6 +477,11 @@ N_CHOICES: dict[str, tuple[list[object], bool, bool]] = {
     "one finished, the other begun": ([chunk({"content": "x"}, None, 1), chunk({}, "stop")], True, False),
     "one finished, no word of the other": ([chunk({}, "stop")], False, False),
     "a server that ignores n and says so with [DONE]": ([chunk({}, "stop")], True, True),
+    "one more than asked for, not finished": (
+        [chunk({}, None, 2), chunk({}, "stop"), chunk({}, "stop", 1)],
+        True,
+        False,
+    ),
     "[DONE] without any finish": ([chunk({"content": "x"})], True, False),
 }
 
@@ -515,7 +535,7 @@ MESSAGES_STREAMS: dict[str, tuple[list[Json], list[StreamEvent]]] = {
             delta(1, partial_json="1}"),
             stop(1),
         ],
-        [OPENED, CallDelta(0, '{"x":'), CallDelta(0, "1}"), CallClosed(0)],
+        [OPENED, CallDelta(0, ""), CallDelta(0, '{"x":'), CallDelta(0, "1}"), CallClosed(0)],
     ),
     "call without input": ([CALL, stop(1)], [OPENED, CallClosed(0)]),
     "parallel calls": (
@@ -691,24 +711,21 @@ def test_a_body_of_no_dialect_is_undecodable(body: bytes) -> None:
 
 def consume(dialect: Dialect, body: bytes, pieces: list[bytes]) -> None:
     """Everything that is ever done with bytes from outside. Only Undecodable may come out, and not of a stream."""
-    for read in (dialect.parse_request, dialect.parse_answer, by_body):
-        try:
-            found = read(body)
-        except Undecodable:
-            continue
-        if read == dialect.parse_request:
-            judge(found, dict.fromkeys(Reason, Level.HARD))
-        elif read == dialect.parse_answer:
-            assembled(Assembler(), found)
+    with suppress(Undecodable):
+        by_body(body)
+    with suppress(Undecodable):
+        judge(dialect.parse_request(body), dict.fromkeys(Reason, Level.HARD))
+    with suppress(Undecodable):
+        assembled(Assembler(), dialect.parse_answer(body))
     stream = dialect.open_stream(dialect.parse_request(b'{"messages":[]}'))
     assembler = Assembler(closes_calls=stream.closes_calls)
     for data in pieces:
         for frame in stream.feed(data):
-            assembled(assembler, list(frame.events))
+            assembled(assembler, frame.events)
     assembler.close(Ending.CLEAN)
 
 
-def assembled(assembler: Assembler, events: Any) -> None:
+def assembled(assembler: Assembler, events: Iterable[StreamEvent]) -> None:
     for event in events:
         assembler.receive(event)
     assembler.judge()

@@ -241,7 +241,7 @@ class Assembler:
         if finish is Finish.TRUNCATED:
             cut = next((reason for call in self.calls if (reason := self._call_fault(call))), None)
             return TurnVerdict(Turn.INCOMPLETE, cut or Reason.STREAM_LENGTH_LIMITED, finish)
-        if finish is Finish.OTHER and self.calls:
+        if self.calls and (finish is Finish.OTHER or not self.finishes):
             return TurnVerdict(Turn.RETRACTED, Reason.STREAM_NO_STOP, finish)
         reason = self._calls_fault()
         if reason is not None:
@@ -294,7 +294,7 @@ class Assembler:
         """True where the bytes stopped inside this call."""
         if self.closes_calls:
             return not call.closed
-        return not call.fragments or call.fault() is not None
+        return not any(call.fragments) or call.fault() is not None
 
 
 def arguments_fault(arguments: str) -> Reason | None:
