@@ -12,7 +12,7 @@ import msgspec
 import orjson
 
 from turngate.adapters import sse
-from turngate.adapters.dialect import Answer, Trouble, Undecodable
+from turngate.adapters.dialect import Answer, Trouble, Undecodable, model_in
 from turngate.validators.graph import Block, Kind, MessageSequence, Role
 from turngate.validators.stream import (
     CallClosed,
@@ -116,6 +116,9 @@ class AnthropicMessages:
             continues=request.thread is not None and request.thread.type == "continue",
             joins_assistant_turns=True,
         )
+
+    def model_of(self, body: bytes) -> str:
+        return model_in(body)
 
     def open_stream(self, sequence: MessageSequence) -> "MessagesStream":
         return MessagesStream()

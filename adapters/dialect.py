@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from turngate.validators.graph import MessageSequence
 from turngate.validators.rules import Reason
 from turngate.validators.stream import StreamEvent, StreamParser
@@ -31,6 +33,21 @@ class Trouble:
     at: str = ""
 
 
+class _Model(msgspec.Struct, gc=False):
+    model: str = ""
+
+
+_decode_model = msgspec.json.Decoder(_Model).decode
+
+
+def model_in(body: bytes) -> str:
+    """The top-level `model` of a JSON body, "" where there is none."""
+    try:
+        return _decode_model(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
 class Dialect(Protocol):
     """One provider's wire format. Pure: bytes to graph and back."""
 
@@ -40,6 +57,9 @@ class Dialect(Protocol):
 
     def parse_request(self, body: bytes) -> MessageSequence:
         """Raises Undecodable."""
+
+    def model_of(self, body: bytes) -> str:
+        """The model a request asks for, "" where that cannot be read."""
 
     def open_stream(self, sequence: MessageSequence) -> StreamParser:
         """Fresh state for one streamed answer to this request."""

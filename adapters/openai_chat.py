@@ -12,7 +12,7 @@ import msgspec
 import orjson
 
 from turngate.adapters import sse
-from turngate.adapters.dialect import Answer, Trouble, Undecodable
+from turngate.adapters.dialect import Answer, Trouble, Undecodable, model_in
 from turngate.validators.graph import Block, Kind, MessageSequence, Role
 from turngate.validators.stream import (
     CallDelta,
@@ -119,6 +119,9 @@ class OpenAIChat:
             result_id_key="tool_call_id",
             choices=request.n or 1,
         )
+
+    def model_of(self, body: bytes) -> str:
+        return model_in(body)
 
     def open_stream(self, sequence: MessageSequence) -> "ChatStream":
         return ChatStream(sequence.choices)

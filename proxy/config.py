@@ -7,6 +7,7 @@ value stops the start with the key, the value and what is allowed.
 import difflib
 import ipaddress
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Self, get_args
@@ -18,19 +19,21 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     YamlConfigSettingsSource,
 )
 
 from turngate.proxy.rollout import Ladder, Rung, Stage
-from turngate.proxy.upstream import Origin
+from turngate.proxy.upstream import ForwardProxy, Origin
 
 ENV_PREFIX: Final = "TURNGATE_"
 CONFIG_VARIABLE: Final = "TURNGATE_CONFIG"
@@ -67,7 +70,7 @@ def _address(value: object) -> object:
     return {"host": host.removeprefix("[").removesuffix("]") or "127.0.0.1", "port": int(port)}
 
 
-AddressField = Annotated[Address, BeforeValidator(_address)]
+AddressField = Annotated[Address, NoDecode, BeforeValidator(_address)]
 
 
 class _Section(BaseModel):
@@ -79,11 +82,52 @@ def _url(value: str) -> str:
     return value.rstrip("/")
 
 
+def _proxy(value: SecretStr) -> SecretStr:
+    if value.get_secret_value():
+        ForwardProxy.parse(value.get_secret_value())  # raises ValueError with what to do
+    return value
+
+
+def _headers(headers: dict[str, str]) -> dict[str, str]:
+    for name, value in headers.items():
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+            raise ValueError(f"{name!r} is no name of a header")
+        if not re.fullmatch(r"[!-~]([ -~]*[!-~])?", value):  # not quoted: it may be a key
+            raise ValueError(f"the value of {name} must be printable ASCII without blanks at its ends")
+    return {name.lower(): value for name, value in headers.items()}
+
+
 class Upstream(_Section):
     """A provider that may be reached. `server` names the family whose rules it has; else its own name does."""
 
     url: Annotated[str, AfterValidator(_url)]
     server: str = ""
+    models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Patterns (`gpt-*`) of the models it serves, where several upstreams share a path without prefix."""
+    header: Annotated[dict[str, str], AfterValidator(_headers)] = Field(default_factory=dict)
+    """Headers, by lower-case name, that a request for it carries where several upstreams share a path."""
+    proxy: Annotated[SecretStr, AfterValidator(_proxy)] | None = None
+    """`http://[USER:PASSWORD@]HOST:PORT`. Empty: none. Not set: what HTTPS_PROXY, HTTP_PROXY, ALL_PROXY and NO_PROXY
+    of the sidecar's environment say, which never concern loopback addresses."""
+    ca_file: Path | None = None
+    """Certificates (PEM) trusted here, beside the system's and those of `tls.ca_file`."""
+    client_cert: Path | None = None
+    """Our certificate and its chain (PEM), with the key unless `client_key` names its file."""
+    client_key: Path | None = None
+
+    @model_validator(mode="after")
+    def _tls_fits(self) -> Self:
+        if self.client_key and not self.client_cert:
+            raise ValueError("client_key goes with client_cert; set that too")
+        if self.url.startswith("http:") and (self.ca_file or self.client_cert):
+            raise ValueError("ca_file and client_cert go with an https:// URL")
+        return self
+
+
+class Tls(_Section):
+    """What is trusted at all upstreams beside the system's certificates (or those of SSL_CERT_FILE)."""
+
+    ca_file: Path | None = None
 
 
 class Match(_Section):
@@ -167,6 +211,7 @@ class Settings(BaseSettings):
     """How long to go on listening after SIGTERM even when idle: for load balancers that learn of it late."""
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
+    tls: Tls = Tls()
     ledger: LedgerSettings = LedgerSettings()
     spool: Spool = Spool()
 
@@ -243,7 +288,16 @@ def _told(error: ValidationError) -> Iterator[str]:
         elif key == "settings":
             yield fault["msg"].removeprefix("Value error, ")
         else:
-            yield f"{key}: {fault['input']!r} is not allowed: {fault['msg'].removeprefix('Value error, ')}"
+            yield f"{key}: {_shown(fault['input'])}{fault['msg'].removeprefix('Value error, ')}"
+
+
+def _shown(value: object) -> str:
+    """A refused value for a message. A table is left out: it may hold credentials; so may what stands before an @."""
+    if isinstance(value, dict | list | tuple):
+        return ""
+    if isinstance(value, str) and "@" in value:
+        value = f"***@{value.rpartition('@')[2]}"
+    return f"{value!r} is not allowed: "
 
 
 def _allowed_keys(location: tuple[int | str, ...]) -> list[str]:

@@ -146,9 +146,9 @@ class Exchange:
         self.record.api = route.dialect.api
         self.reply.dialect = route.dialect
         stages = self.services.ladder.possible(route.target.name)
-        if stages == {Stage.OFF}:
+        if stages == {Stage.OFF} and not route.by_model:
             await self._relay(route)
-        elif stages <= {Stage.OFF, Stage.OBSERVE}:
+        elif stages <= {Stage.OFF, Stage.OBSERVE} and not route.by_model:
             await self._observe(route, route.dialect)
         else:
             await self._enforce(route, route.dialect)
@@ -180,7 +180,7 @@ class Exchange:
         await self._receive(link)
 
     async def _enforce(self, route: Route, dialect: Dialect) -> None:
-        """Read, judge, claim, then send."""
+        """Read, judge, claim, then send. Also the way of requests whose model tells the upstream."""
         kept = Kept(self.services.settings.limits.body_bytes)
         kept.add(self.app.read_ready())
         while not self.app.at_end and not kept.full:
@@ -191,6 +191,11 @@ class Exchange:
             await self._send_large(route, kept)
             return
         self.record.request_bytes = len(body)
+        if route.by_model:
+            route = self.route = self.services.routes.for_model(
+                route, dialect.model_of(body), self.app.head.target
+            )
+            self.record.upstream = route.target.name
         judgement = self._judge(route, dialect, body)
         action = Action.PASS
         if self.sequence is not None:
@@ -272,6 +277,8 @@ class Exchange:
         link = await self._connect(route, claim)  # connecting overlaps the commit
         if claim is not None and not await self._claimed(claim, began):
             return
+        if link is not None and not link.is_open:
+            link = await self._connect(route)  # it ended while the claim was written; nothing was sent on it
         if link is None:
             self._move(State.UNSENT, how="app_left" if self.app.gone else "unreachable")
             return
@@ -312,7 +319,9 @@ class Exchange:
             if self.app.gone:
                 return None
             self.record.went_wrong("unsent", "provider_unreachable")
-            text = f"cannot reach {route.target.name} ({error.cause_kind}); nothing was sent, try again"
+            text = (
+                f"cannot reach {route.target.name} ({error.cause_kind}: {error}); nothing was sent, try again"
+            )
             self.reply.fail(502, Reason.DISPATCH_UNSENT, text, retry=True)
             return None
         return link

@@ -6,6 +6,7 @@ be reached.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Final
 
 import msgspec
@@ -43,6 +44,8 @@ class Route(msgspec.Struct, frozen=True):
     target: Target
     path: str
     dialect: Dialect | None
+    by_model: bool = False
+    """Several upstreams share this path and the model decides: `Routes.for_model` once the body is read."""
 
 
 class Routes:
@@ -54,6 +57,16 @@ class Routes:
             name: Target(name, upstream.server or name, *Origin.parse(upstream.url))
             for name, upstream in settings.upstreams.items()
         }
+        self._by_header = [
+            (self._targets[name], upstream.header.items())
+            for name, upstream in settings.upstreams.items()
+            if upstream.header
+        ]
+        self._by_model = [
+            (self._targets[name], upstream.models)
+            for name, upstream in settings.upstreams.items()
+            if upstream.models
+        ]
 
     def find(self, head: RequestHead) -> Route:
         """The route of a request; its target's bytes are kept: no percent sign is touched. Raises NoRoute."""
@@ -74,10 +87,27 @@ class Routes:
         first, _, rest = path[1:].partition("/")
         if first in self._targets and rest:
             return self._route(self._targets[first], f"/{rest}", head)
-        target = self._targets.get(self._by_path(path, head))
-        if target is None:
+        for target, wanted in self._by_header:
+            sent = {
+                (name.lower().decode("latin-1"), value.decode("latin-1").strip())
+                for name, value in head.headers
+            }
+            if wanted <= sent:
+                return self._route(target, path, head)
+        chosen = self._targets.get(self._by_path(path, head))
+        if chosen is None:
             raise NoRoute(404, f"no upstream for this path; configured: {self._names()}")
-        return self._route(target, path, head)
+        route = self._route(chosen, path, head)
+        if self._by_model and route.dialect is not None:
+            return msgspec.structs.replace(route, by_model=True)
+        return route
+
+    def for_model(self, route: Route, model: str, path: str) -> Route:
+        """The route among upstreams that share a path: the first whose pattern the model fits, else as before."""
+        for target, patterns in self._by_model:
+            if any(fnmatchcase(model, pattern) for pattern in patterns):
+                return Route(target, target.prefix + path, route.dialect)
+        return route
 
     def _names(self) -> str:
         return ", ".join(sorted(self._targets))

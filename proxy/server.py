@@ -18,8 +18,9 @@ from aiohttp import web
 
 import turngate
 from turngate.proxy import wire
+from turngate.proxy.access import accesses
 from turngate.proxy.app_side import App, Connection, Written
-from turngate.proxy.config import Address, Settings, SettingsError, accesses
+from turngate.proxy.config import Address, Settings, SettingsError
 from turngate.proxy.control import Order, Watcher
 from turngate.proxy.exchange import Exchange, Services
 from turngate.proxy.judging import Judge

@@ -4,6 +4,10 @@ aiohttp's client costs about three times what this one does per request, adds he
 retries. Here the caller writes the request's bytes and gets the answer's names, values and entity bytes as they
 came; only the transfer framing is removed. Nothing is retried, redirected, remembered or decoded.
 
+A forward proxy is asked for a tunnel (CONNECT) to plain http origins too: what goes in absolute form may be cached
+and rewritten by it, and then the bytes are no longer the app's. Names are resolved anew, by the system or the forward
+proxy, for every connection.
+
 Who owns a transport is told by its protocol: a `Link` while an exchange uses it, an `_Idle` while it lies in the
 pool. Each acquisition makes a new `Link`, so that one kept too long by an exchange can never touch the next one.
 
@@ -12,16 +16,18 @@ Content-Length and Transfer-Encoding, two lengths, folded lines, bare LF, contro
 """
 
 import asyncio
+import base64
 import errno
 import ipaddress
 import re
 import select
 import socket
 import ssl
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal, Self, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 import httptools
 import msgspec
@@ -36,12 +42,19 @@ have 2 to 4 KiB; the limit only keeps a broken peer from filling our memory."""
 
 HAPPY_EYEBALLS_DELAY_S: Final = 0.25  # RFC 8305, section 5
 
+CONNECTION_AGE_MAX_S: Final = 300.0
+"""A connection never without work would lead to one address for ever. Providers move traffic by DNS, with TTLs up to
+five minutes (Cloudflare's for the names it serves): one older than that takes no further request."""
+
+TUNNEL_HEAD_BYTES_MAX: Final = 64 * 1024
+"""Refusals of some forward proxies carry whole pages, but not in the head."""
+
 KEEPALIVE_OPTIONS: Final = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 5))
 """Models think for minutes without a byte: probes keep NAT tables (350 s at some clouds) from forgetting us."""
 
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
-CauseKind = Literal["dns", "refused", "tls", "timeout", "other"]
+CauseKind = Literal["dns", "refused", "tls", "timeout", "proxy", "other"]
 BreakKind = Literal["eof", "reset", "bad_framing", "aborted"]
 
 
@@ -49,7 +62,8 @@ class Unreachable(Exception):
     """No byte of a request can have reached the provider: free to retry.
 
     `cause_kind`: dns (no such name), refused, timeout (the system's own limit for connecting), tls (anything
-    during the handshake), other (no route, no file descriptor left, pool closed).
+    during the handshake), proxy (anything on the way to an open tunnel: the forward proxy cannot be reached or refuses
+    it), other (no route, no file descriptor left, pool closed).
     """
 
     def __init__(self, cause_kind: CauseKind, message: str) -> None:
@@ -106,10 +120,15 @@ class Origin:
     @property
     def host_header(self) -> bytes:
         """Value of the Host header: default ports left out, IPv6 in brackets."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        if self.port != DEFAULT_PORTS[self.scheme]:
-            host = f"{host}:{self.port}"
-        return host.encode("ascii")
+        authority = self.authority
+        if self.port == DEFAULT_PORTS[self.scheme]:
+            authority = authority.rpartition(":")[0]
+        return authority.encode("ascii")
+
+    @property
+    def authority(self) -> str:
+        """Host and port, IPv6 in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def _is_host(host: str, *, bracketed: bool) -> bool:
@@ -129,6 +148,55 @@ def _port(url: str, scheme: str) -> int:
     if port == 0:
         raise ValueError(f"{url!r}: write a port from 1 to 65535 or none")
     return port or DEFAULT_PORTS[scheme]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardProxy:
+    """A proxy that opens tunnels for us. `authorization` is the value of Proxy-Authorization, or empty."""
+
+    address: Origin
+    authorization: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """From `http://USER:PASSWORD@HOST:PORT`; scheme, user information and port (80) may be left out.
+
+        Raises ValueError with the remedy. It quotes nothing of what may be a credential.
+        """
+        scheme, _, rest = url.partition("://") if "://" in url else ("http", "", url)
+        if scheme.lower() != "http":
+            raise ValueError("a proxy is http://[USER:PASSWORD@]HOST:PORT; no other kind can be used")
+        userinfo, at, address = rest.rpartition("@")
+        origin, path = Origin.parse(f"http://{address}")
+        if path:
+            raise ValueError(f"{address!r}: a proxy has no path; remove it")
+        if not at:
+            return cls(origin)
+        user, _, password = userinfo.partition(":")
+        credentials = unquote_to_bytes(user) + b":" + unquote_to_bytes(password)
+        return cls(origin, b"Basic " + base64.b64encode(credentials))
+
+    def __str__(self) -> str:
+        return self.address.authority
+
+    def tunnel_request(self, origin: Origin) -> bytes:
+        """The head that asks for a tunnel."""
+        authority = origin.authority.encode("ascii")
+        head = b"CONNECT %b HTTP/1.1\r\nHost: %b\r\n" % (authority, authority)
+        if self.authorization:
+            head += b"Proxy-Authorization: %b\r\n" % self.authorization
+        return head + b"\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How an origin is reached: through a forward proxy or not, and with whose TLS context (None: the pool's)."""
+
+    proxy: ForwardProxy | None = None
+    ssl_context: ssl.SSLContext | None = None
+
+
+_DIRECT: Final = Access()
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):
@@ -182,6 +250,7 @@ class Link(asyncio.Protocol):
         "_waiter",
         "_writing_paused",
         "informational",
+        "opened_s",
         "origin",
         "reused",
         "trailers",
@@ -192,6 +261,7 @@ class Link(asyncio.Protocol):
     def __init__(self, pool: "Pool", origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
         self.origin = origin
         self.reused = False
+        self.opened_s = 0.0  # the pool's clock
         self.informational = 0  # 1xx answers skipped before the head
         self.trailers = 0  # trailer fields dropped after a chunked body
         self._pool = pool
@@ -219,6 +289,11 @@ class Link(asyncio.Protocol):
         self._framing_bytes = 0
         self._done = False
         self._keep_alive = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no end was seen yet. False before the first write: nothing was sent, another link may take over."""
+        return self._lost is None
 
     # Sending
 
@@ -365,14 +440,16 @@ class Link(asyncio.Protocol):
 
     # Called by the transport
 
-    def adopt(self, transport: asyncio.Transport) -> None:
+    def adopt(self, idle: "_Idle") -> None:
         """Take over a kept-alive transport from the pool."""
         self.reused = True
-        self._transport = transport
-        transport.set_protocol(self)
+        self.opened_s = idle.opened_s
+        self._transport = idle.transport
+        idle.transport.set_protocol(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
+        self.opened_s = self._pool.monotonic()
         self._pool._open.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -512,11 +589,22 @@ class Pool:
 
     `reuse_s` is short because a provider may close an idle connection at any time: the POST that meets such a
     close is lost with an unknown outcome, a new connection costs one round trip.
+
+    An origin that `accesses` does not name is reached directly, with `ssl_context` if it is https.
     """
 
-    def __init__(self, *, reuse_s: float = 4.0, ssl_context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        accesses: Mapping[Origin, Access] | None = None,
+        *,
+        reuse_s: float = 4.0,
+        ssl_context: ssl.SSLContext | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._accesses = accesses or {}
         self._reuse_s = reuse_s
-        self._ssl_context = ssl_context or _verifying_context()
+        self._ssl_context = ssl_context or verifying_context()
+        self.monotonic = monotonic
         self._idle: dict[Origin, list[_Idle]] = {}  # newest last
         self._open: set[Link | _Idle] = set()
         self._expiry: asyncio.TimerHandle | None = None
@@ -537,19 +625,19 @@ class Pool:
         return len(self._open)
 
     async def acquire(self, origin: Origin) -> Link:
-        """An idle connection younger than `reuse_s`, else a new one. Raises Unreachable.
+        """A connection idle for less than `reuse_s` and not too old, else a new one. Raises Unreachable.
 
-        No time limit but the system's for connecting (two minutes on Linux) and asyncio's for a TLS handshake (60 s);
-        the caller's `asyncio.timeout` may cancel this at any point.
+        No time limit but the system's for connecting (two minutes on Linux) and asyncio's for a TLS handshake (60 s),
+        and none for a forward proxy's answer; the caller's `asyncio.timeout` may cancel this at any point.
         """
         loop = asyncio.get_running_loop()
         if not self._is_closed:
-            transport = self._pop(origin, loop.time())
+            idle = self._pop(origin, loop.time())
             link = Link(self, origin, loop)
-            if transport is None:
+            if idle is None:
                 await self._connect(link, loop)
             else:
-                link.adopt(transport)
+                link.adopt(idle)
                 self._open.add(link)
         if self._is_closed:  # perhaps while connecting
             raise Unreachable("other", "the connection pool is closed")
@@ -566,37 +654,42 @@ class Pool:
             self._all_closed = asyncio.get_running_loop().create_future()
             await self._all_closed
 
-    def _pop(self, origin: Origin, now: float) -> asyncio.Transport | None:
+    def _pop(self, origin: Origin, now: float) -> "_Idle | None":
         idle_here = self._idle.get(origin)
         while idle_here:
             idle = idle_here.pop()
-            if now - idle.since_s < self._reuse_s and idle.is_silent():
+            if now - idle.since_s < self._reuse_s and not self._is_old(idle.opened_s) and idle.is_silent():
                 self._open.discard(idle)
-                return idle.transport
+                return idle
             idle.transport.abort()
         return None
 
     async def _connect(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         origin = link.origin
-        sock = await _open_socket(origin, loop)
+        access = self._accesses.get(origin, _DIRECT)
+        if access.proxy is None:
+            sock = await _open_socket(origin, loop)
+        else:
+            sock = await _open_tunnel(access.proxy, origin, loop)
         is_tls = origin.scheme == "https"
         try:
             await loop.create_connection(
                 lambda: link,
                 sock=sock,
-                ssl=self._ssl_context if is_tls else None,
+                ssl=(access.ssl_context or self._ssl_context) if is_tls else None,
                 server_hostname=origin.host if is_tls else None,
             )
         except OSError as error:  # ssl.SSLError is one; the transport closes the socket
-            raise Unreachable(
-                "tls" if is_tls else "other", f"{origin.host}:{origin.port}: {error}"
-            ) from error
+            raise Unreachable("tls" if is_tls else "other", f"{origin.authority}: {error}") from error
         if self._is_closed:
             link.abort()
 
+    def _is_old(self, opened_s: float) -> bool:
+        return self.monotonic() - opened_s >= CONNECTION_AGE_MAX_S
+
     def _park(self, link: Link, transport: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
-        idle = _Idle(self, link.origin, transport, loop.time())
+        idle = _Idle(link, transport, loop.time())
         transport.set_protocol(idle)
         self._open.discard(link)
         self._open.add(idle)
@@ -631,11 +724,12 @@ class Pool:
 class _Idle(asyncio.Protocol):
     """A connection in the pool. Whatever happens to it there (end, reset, unasked bytes) takes it out at once."""
 
-    __slots__ = ("_poll", "_pool", "origin", "since_s", "transport")
+    __slots__ = ("_poll", "_pool", "opened_s", "origin", "since_s", "transport")
 
-    def __init__(self, pool: Pool, origin: Origin, transport: asyncio.Transport, since_s: float) -> None:
-        self._pool = pool
-        self.origin = origin
+    def __init__(self, link: Link, transport: asyncio.Transport, since_s: float) -> None:
+        self._pool = link._pool
+        self.origin = link.origin
+        self.opened_s = link.opened_s
         self.transport = transport
         self.since_s = since_s  # the loop's clock
         self._poll = select.poll()
@@ -659,7 +753,8 @@ class _Idle(asyncio.Protocol):
         self._pool._closed(self)
 
 
-def _verifying_context() -> ssl.SSLContext:
+def verifying_context() -> ssl.SSLContext:
+    """TLS for HTTP/1.1 that trusts what the system trusts (or SSL_CERT_FILE and SSL_CERT_DIR). Takes 30 ms to make."""
     context = ssl.create_default_context()
     context.set_alpn_protocols(["http/1.1"])
     return context
@@ -667,7 +762,7 @@ def _verifying_context() -> ssl.SSLContext:
 
 async def _open_socket(origin: Origin, loop: asyncio.AbstractEventLoop) -> socket.socket:
     """A connected TCP socket to the address that answers first. Raises Unreachable."""
-    where = f"{origin.host}:{origin.port}"
+    where = origin.authority
     try:
         addresses = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: a label longer than DNS allows
@@ -682,6 +777,45 @@ async def _open_socket(origin: Origin, loop: asyncio.AbstractEventLoop) -> socke
         if hasattr(socket, option):  # macOS lacks some
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return sock
+
+
+async def _open_tunnel(proxy: ForwardProxy, origin: Origin, loop: asyncio.AbstractEventLoop) -> socket.socket:
+    """A socket that a forward proxy has connected to an origin. Raises Unreachable."""
+    try:
+        sock = await _open_socket(proxy.address, loop)
+    except Unreachable as error:
+        raise Unreachable("proxy", f"proxy {error}") from error
+    try:
+        await loop.sock_sendall(sock, proxy.tunnel_request(origin))
+        refusal = await _tunnel_refusal(sock, loop)
+        if refusal:
+            raise ConnectionError(refusal)
+    except OSError as error:
+        sock.close()
+        raise Unreachable("proxy", f"proxy {proxy}: no tunnel to {origin.authority}: {error}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _tunnel_refusal(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> str:
+    """Read the answer to CONNECT: why there is no tunnel, or "" when it is open."""
+    answer = b""
+    while b"\r\n\r\n" not in answer:
+        data = await loop.sock_recv(sock, 4096)
+        if not data:
+            return "it closed the connection"
+        answer += data
+        if len(answer) > TUNNEL_HEAD_BYTES_MAX:
+            return "its answer is too long"
+    status = re.match(rb"HTTP/1\.[01] ([1-9][0-9]{2})[ \r]", answer)
+    if status is None:
+        return "its answer is not HTTP/1.1"
+    if not status[1].startswith(b"2"):
+        return f"status {status[1].decode()}"
+    # An origin is silent until it is asked: what follows the head would be read as its words.
+    return "" if answer.index(b"\r\n\r\n") + 4 == len(answer) else "it sent more than a head"
 
 
 def _connect_cause(error: Exception) -> CauseKind:

@@ -37,14 +37,19 @@ _ANNOUNCED: Final = re.compile(r"listens on (?P<url>http://\S+)|^  metrics +(?P<
 class Sidecar:
     """`turngate serve` as a child process while the context is open.
 
-    `upstreams` maps names to base URLs; `settings` are further keys of the settings file. At the context's end the
+    `upstreams` maps names to base URLs, or to whole settings of an upstream; `settings` are further keys of the settings file. At the context's end the
     process is stopped (or killed, if the test failed or did so itself). `log` holds what it wrote to stderr.
     """
 
     process: Process
 
     def __init__(
-        self, data_dir: Path, upstreams: Mapping[str, str], *, stage: str = "observe", **settings: object
+        self,
+        data_dir: Path,
+        upstreams: Mapping[str, str | dict[str, Any]],
+        *,
+        stage: str = "observe",
+        **settings: object,
     ) -> None:
         self.data_dir = data_dir
         self.url = ""
@@ -125,7 +130,11 @@ class InLoop:
 
 @asynccontextmanager
 async def in_loop(
-    data_dir: Path, upstreams: Mapping[str, str], *, stage: str = "observe", **settings: object
+    data_dir: Path,
+    upstreams: Mapping[str, str | dict[str, Any]],
+    *,
+    stage: str = "observe",
+    **settings: object,
 ) -> AsyncIterator[InLoop]:
     """As `Sidecar`, without a process of its own but for the observer; drained at the context's end."""
     loaded = Settings(**settings_of(data_dir, upstreams, stage, settings))
@@ -139,7 +148,7 @@ async def in_loop(
 
 
 def settings_of(
-    data_dir: Path, upstreams: Mapping[str, str], stage: str, more: Mapping[str, object]
+    data_dir: Path, upstreams: Mapping[str, str | dict[str, Any]], stage: str, more: Mapping[str, object]
 ) -> dict[str, Any]:
     """The content of a settings file. No other than the given upstreams can be reached by the usual paths."""
     return {
@@ -148,7 +157,10 @@ def settings_of(
         "admin": ANY_PORT,
         "data_dir": str(data_dir),
         "stage": stage,
-        "upstreams": {name: {"url": url} for name, url in {**NOWHERE, **upstreams}.items()},
+        "upstreams": {
+            name: {"url": each} if isinstance(each, str) else each
+            for name, each in {**NOWHERE, **upstreams}.items()
+        },
         **more,
     }
 

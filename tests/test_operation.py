@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -48,7 +49,7 @@ async def post(
 
 
 async def obeyed(proxy: InLoop, stage: Stage | None) -> None:
-    while proxy.proxy._services.ladder.ordered is not stage:
+    while proxy.proxy._services.ladder.ordered is not stage:  # noqa: ASYNC110 - the order comes from a file
         await asyncio.sleep(0.01)
 
 
@@ -89,7 +90,9 @@ async def test_an_order_leaves_an_open_stream_as_it_began(tmp_path: Path) -> Non
         control.give(proxy.data_dir / "ledger.sqlite3", Stage.OFF, who="op", why="")
         await obeyed(proxy, Stage.OFF)
         status, headers, body = await request
-        assert status == 200 and "x-turngate-operation" in headers and body.endswith(b"data: [DONE]\n\n")
+        assert status == 200
+        assert "x-turngate-operation" in headers
+        assert body.endswith(b"data: [DONE]\n\n")
     assert evidence(tmp_path, "SELECT decision, held FROM call_decided") == [("released", True)]
 
 
@@ -201,12 +204,14 @@ async def test_a_websocket_is_tunnelled_as_raw_bytes_after_the_101(tmp_path: Pat
             b"Upgrade: websocket\r\nSec-WebSocket-Key: AAAA\r\n\r\n"
         )
         head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 101") and b"Upgrade: websocket" in head
+        assert head.startswith(b"HTTP/1.1 101")
+        assert b"Upgrade: websocket" in head
         assert await reader.readexactly(5) == b"first"
         for frame in (b"\x81\x05hello", b"\x00" * 300_000):
             writer.write(frame)
             assert await reader.readexactly(len(frame)) == frame[::-1]
-        assert b"Upgrade: websocket" in heard[0] and b"Sec-WebSocket-Key: AAAA" in heard[0]
+        assert b"Upgrade: websocket" in heard[0]
+        assert b"Sec-WebSocket-Key: AAAA" in heard[0]
         writer.close()
         await closed.wait()
 
@@ -225,6 +230,31 @@ async def test_an_absolute_target_reaches_its_configured_upstream_and_no_other(t
         assert (await get(f"{provider.url}/v1/models")).startswith(b"HTTP/1.1 200 ")
         assert (await get("http://elsewhere.example/v1/models")).startswith(b"HTTP/1.1 421 ")
         assert [received.path for received in provider.requests] == ["/v1/models"]
+
+
+async def test_upstreams_that_share_a_path_are_told_apart_by_header_or_model(tmp_path: Path) -> None:
+    async with Simulator() as plain, Simulator() as by_model, Simulator() as by_header:
+        upstreams: dict[str, str | dict[str, Any]] = {
+            "openai": {"url": plain.url},
+            "spare": {"url": by_model.url + "/base", "models": ["spare-*"]},
+            "team": {"url": by_header.url, "header": {"x-team": "blue"}},
+        }
+        async with in_loop(tmp_path, {}, upstreams=upstreams) as proxy, aiohttp.ClientSession() as session:
+            for model, headers in (
+                ("m", {}),
+                ("spare-1", {}),
+                ("spare-1", {"X-Team": "blue"}),
+                ("m", {"X-Team": "red"}),
+            ):
+                url = f"{proxy.url}/v1/chat/completions?q=1"
+                async with session.post(url, json=LOOK | {"model": model}, headers=headers) as answer:
+                    assert answer.status == 200
+                    await answer.read()
+        assert [received.path for received in plain.requests] == ["/v1/chat/completions?q=1"] * 2
+        assert [received.path for received in by_model.requests] == ["/base/v1/chat/completions?q=1"]
+        assert [received.path for received in by_header.requests] == ["/v1/chat/completions?q=1"]
+    told = evidence(tmp_path, "SELECT upstream, count(*) FROM exchange_ended GROUP BY ALL ORDER BY ALL")
+    assert told == [("openai", 2), ("spare", 1), ("team", 1)]
 
 
 # -- what breaks inside ------------------------------------------------------------------------------------------
@@ -284,7 +314,8 @@ async def test_a_fault_of_ours_in_an_enforced_scope_is_an_error_not_half_a_call(
         monkeypatch.setattr(Assembler, "judge", broken)
         status, _, body = await post(proxy.url, LOOK)
         monkeypatch.undo()
-        assert status == 200 and b'"tool_calls"' not in body
+        assert status == 200
+        assert b'"tool_calls"' not in body
         assert json.loads(body.rstrip().rpartition(b"data: ")[2])["error"]["code"] == "internal"
 
 
