@@ -239,7 +239,7 @@ async def test_upstreams_that_share_a_path_are_told_apart_by_header_or_model(tmp
             "spare": {"url": by_model.url + "/base", "models": ["spare-*"]},
             "team": {"url": by_header.url, "header": {"x-team": "blue"}},
         }
-        async with in_loop(tmp_path, {}, upstreams=upstreams) as proxy, aiohttp.ClientSession() as session:
+        async with in_loop(tmp_path, upstreams) as proxy, aiohttp.ClientSession() as session:
             for model, headers in (
                 ("m", {}),
                 ("spare-1", {}),
