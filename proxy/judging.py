@@ -87,8 +87,9 @@ class Judge:
         except Undecodable:
             return None
         judgement = judge(sequence, levels)
-        if judgement.findings or sequence.continues or not sequence.messages:
-            return None
+        follows = sequence.blocks[:1]
+        if judgement.findings or not follows or follows[0].turn or follows[0].role is not Role.ASSISTANT:
+            return None  # only what goes on as before may be judged without what came before
         self._remember(sequence, short, body, levels, known)
         whole = msgspec.structs.replace(
             sequence,
