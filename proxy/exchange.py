@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Final
 
 from turngate.adapters import levels
@@ -174,8 +174,8 @@ class Exchange:
             self.record.unjudged(Reason.LIMIT_BODY if body is None else Reason.BODY_UNDECODABLE)
         else:
             self._judge(route, dialect, body)
-            if self.sequence is not None:
-                self.dispatch = self._prepared(route, self.sequence, State.SENT)
+            if self.record.stage is not Stage.OFF:
+                self.dispatch = self._prepared(route, State.SENT)
                 self.services.ledger.record(self.dispatch)
         await self._receive(link)
 
@@ -188,6 +188,7 @@ class Exchange:
         body = kept.whole()
         if body is None:
             self.record.unjudged(Reason.LIMIT_BODY)
+            self.record.stage = self.services.ladder.stage(route.target.name, "")
             await self._send_large(route, kept)
             return
         self.record.request_bytes = len(body)
@@ -201,7 +202,7 @@ class Exchange:
         if self.sequence is not None:
             action = decide(self.record.stage, class_of(self.sequence), judgement.verdict)
         if action is Action.REFUSE and self.sequence is not None:
-            self._refuse(route, dialect, self.sequence, judgement)
+            self._refuse(route, dialect, judgement)
         else:
             await self._send(route, body)
 
@@ -220,6 +221,9 @@ class Exchange:
         except Exception as error:  # noqa: BLE001 - a rule that fails must not stop the request it looks at
             record.failed("judge", error)
             record.unjudged(Reason.INTERNAL)
+        # It passes; where requests are enforced the ledger has to know of it all the same.
+        record.stage = services.ladder.stage(route.target.name, "")
+        self.digest = sha256(body).digest()
         return Judgement(Verdict.UNJUDGED)
 
     def _judged(self, route: Route, judged: Judged) -> Judgement:
@@ -236,26 +240,27 @@ class Exchange:
         record.findings(judgement.findings, decide(record.stage, request_class, judgement.verdict))
         return judgement
 
-    def _refuse(
-        self, route: Route, dialect: Dialect, sequence: MessageSequence, judgement: Judgement
-    ) -> None:
+    def _refuse(self, route: Route, dialect: Dialect, judgement: Judgement) -> None:
         finding = judgement.findings[0]
         state = State.WAITING if judgement.verdict is Verdict.WAITING else State.REJECTED
-        self.services.ledger.record(self._prepared(route, sequence, state, how=finding.reason))
+        self.services.ledger.record(self._prepared(route, state, how=finding.reason))
         self.record.went_wrong("refused", "policy_sequence")
         trouble = Trouble(finding.reason, f"{finding.message} {finding.remedy}", finding.at)
         self.reply.answer(dialect.error(400, trouble, self.record.operation), finding.reason)
 
-    def _prepared(self, route: Route, sequence: MessageSequence, state: State, how: str = "") -> Dispatch:
+    def _prepared(self, route: Route, state: State, how: str = "") -> Dispatch:
+        """The ledger's row of this exchange. A request that was not judged may have called tools."""
         now_s = self.services.wall()
+        sequence = self.sequence
+        without_tools = sequence is not None and not sequence.uses_tools
         return Dispatch(
             operation=self.record.operation,
             upstream=route.target.name,
-            api=sequence.api,
-            model=sequence.model,
-            request_digest=self.services.keyed(self.digest),
+            api=self.record.api,
+            model=sequence.model if sequence is not None else "",
+            request_digest=self.services.keyed(self.digest) if self.digest else "",
             instance=self.services.instance,
-            settle_s=self.services.settings.ledger.settle_s if sequence.uses_tools else 0.0,
+            settle_s=0.0 if without_tools else self.services.settings.ledger.settle_s,
             state=state,
             how=how,
             opened_s=now_s,
@@ -266,29 +271,36 @@ class Exchange:
 
     async def _send(self, route: Route, body: bytes) -> None:
         """Send a body that has been read; where enforced, the ledger says so on disk first."""
-        claim: asyncio.Future[None] | None = None
-        began = self.services.monotonic()
-        if self.sequence is not None:
-            self.dispatch = self._prepared(route, self.sequence, State.DISPATCHING)
-            if self.reply.enforced:
-                claim = self.services.ledger.claim(self.dispatch)
-            else:
-                self.services.ledger.record(self.dispatch)
-        link = await self._connect(route, claim)  # connecting overlaps the commit
-        if claim is not None and not await self._claimed(claim, began):
-            return
-        if link is not None and not link.is_open:
-            link = await self._connect(route)  # it ended while the claim was written; nothing was sent on it
+        link = await self._claim_and_connect(route)
         if link is None:
-            self._move(State.UNSENT, how="app_left" if self.app.gone else "unreachable")
-            return
-        if self.app.gone:
-            self._move(State.CANCELLED, how="app_left")
             return
         link.expect_answer()
         link.writelines([self._head_for(link, route), self._piece(body), self._last_piece()])
         self._move(State.SENT)
         await self._receive(link)
+
+    async def _claim_and_connect(self, route: Route) -> Link | None:
+        """A connection to send on, once the ledger has what it must have; None where nothing is to be sent any more."""
+        claim: asyncio.Future[None] | None = None
+        began = self.services.monotonic()
+        if self.record.stage is not Stage.OFF:
+            self.dispatch = self._prepared(route, State.DISPATCHING)
+            unjudged = self.sequence is None and self.record.stage is not Stage.OBSERVE
+            if self.reply.enforced or unjudged:
+                claim = self.services.ledger.claim(self.dispatch)
+            else:
+                self.services.ledger.record(self.dispatch)
+        link = await self._connect(route, claim)  # connecting overlaps the commit
+        if claim is not None and not await self._claimed(claim, began):
+            return None
+        if link is not None and not link.is_open:
+            link = await self._connect(route)  # it ended while the claim was written; nothing was sent on it
+        if link is None:
+            self._move(State.UNSENT, how="app_left" if self.app.gone else "unreachable")
+        elif self.app.gone:
+            self._move(State.CANCELLED, how="app_left")
+            link = None
+        return link
 
     async def _claimed(self, claim: asyncio.Future[None], began: float) -> bool:
         """Wait until the claim is on disk. A ledger that is down degrades the exchange to observing."""
@@ -383,13 +395,14 @@ class Exchange:
         return wire.LAST_CHUNK if self.app.head.framing is Framing.CHUNKED else b""
 
     async def _send_large(self, route: Route, kept: Kept) -> None:
-        """A body beyond the bound: pass on what was read, then the rest, unjudged."""
-        link = await self._connect(route)
+        """A body beyond the bound: pass on what was read, then the rest, unjudged and without its digest."""
+        link = await self._claim_and_connect(route)
         if link is None:
             return
         link.expect_answer()
         link.writelines([self._head_for(link, route), *(self._piece(part) for part in kept.parts)])
         kept.parts.clear()
+        self._move(State.SENT)
         upload = asyncio.create_task(self._upload_rest(link, None))
         try:
             await self._receive(link)

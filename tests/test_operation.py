@@ -358,3 +358,22 @@ async def test_a_spool_that_cannot_be_written_stops_no_traffic(tmp_path: Path) -
         spool.unlink()
         spool.mkdir()
         assert (await post(proxy.url, LOOK))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"{not json", b'{"messages": [' + b" " * 3000 + b"]}"], ids=["unreadable", "too large"]
+)
+async def test_what_cannot_be_judged_is_in_the_ledger_before_it_leaves_all_the_same(
+    tmp_path: Path, body: bytes
+) -> None:
+    stored: list[object] = []
+    async with (
+        Simulator() as provider,
+        in_loop(tmp_path, both(provider), stage="enforce-tools", limits={"body_bytes": 2000}) as proxy,
+    ):
+        provider.on_request = lambda _: stored.append(ledger_rows(tmp_path, "state"))
+        url = f"{proxy.url}/v1/chat/completions"
+        async with aiohttp.ClientSession() as session, session.post(url, data=body) as answer:
+            await answer.read()
+        assert stored == [[("DISPATCHING",)]]
+    assert evidence(tmp_path, "SELECT count(*) FROM request_unjudged") == [(1,)]
