@@ -28,6 +28,8 @@ from turngate.telemetry.queries import open_unknowns
 from turngate.telemetry.recorder import Recorder
 
 ADMIN_TOKEN_BYTES: Final = 32
+LAST_TRIES: Final = 4
+"""Before the end: a day file that somebody reads, or that was set aside as corrupt, may be free the next time."""
 PAUSE_MIN_S: Final = 0.5
 PAUSE_MAX_S: Final = 2.0
 PAUSE_PER_COST: Final = 100
@@ -144,7 +146,10 @@ async def _load_until(
         backoff_s = PAUSE_MIN_S if fine else min(BACKOFF_MAX_S, backoff_s * 2)
         pause_s = min(PAUSE_MAX_S, max(PAUSE_MIN_S, cost_s * PAUSE_PER_COST)) if fine else backoff_s
         await _pause(stopping, pause_s)
-    await tried("load", in_loader(loader, recorder.load_pending))
+    for _ in range(LAST_TRIES):
+        if await tried("load", in_loader(loader, recorder.load_pending)) and not recorder.behind:
+            break
+        await asyncio.sleep(PAUSE_MIN_S)
     await in_loader(loader, recorder.close)
 
 

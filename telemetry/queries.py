@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import duckdb
 
-from turngate.telemetry.recorder import SEGMENTS, TABLES, Columns, quoted
+from turngate.telemetry.recorder import SEGMENTS, TABLES, Columns, in_use, quoted
 
 WAIT_S: Final = 10.0
 """How long the observer's short turns with a day file are waited for."""
@@ -111,10 +111,10 @@ def _attach_days(database: duckdb.DuckDBPyConnection, evidence_dir: Path, until_
         while True:
             try:
                 database.execute(f'ATTACH {quoted(path)} AS "{day}" (READ_ONLY)')
-            except duckdb.OperationalError:
+            except duckdb.OperationalError as exc:
                 if not path.exists():
                     break  # retention or the observer has just taken it away
-                if time.monotonic() >= until_s:
+                if not in_use(exc) or time.monotonic() >= until_s:
                     raise
                 time.sleep(_POLL_S)
             else:

@@ -238,7 +238,7 @@ class Recorder:
     def _survive(self, exc: duckdb.Error, path: Path, segments: Sequence["_Segment"]) -> int:
         """Decide what a failure means. Nothing is lost: the segments stay, or are set aside."""
         message = str(exc)
-        if isinstance(exc, duckdb.ResourceInUseException) or "Could not set lock" in message:
+        if in_use(exc):
             self.behind = True  # somebody reads the day file: normal
         elif any(sign in message for sign in _SIGNS_OF_CORRUPTION):
             self._set_day_aside(path)
@@ -281,6 +281,11 @@ class Recorder:
 
     def _failed(self, where: str, times: int = 1) -> None:
         self._registry.add("observer_failures_total", times, where)
+
+
+def in_use(exc: duckdb.Error) -> bool:
+    """Somebody else has the file open: normal, and over soon."""
+    return isinstance(exc, duckdb.ResourceInUseException) or "Could not set lock" in str(exc)
 
 
 def quoted(path: Path) -> str:

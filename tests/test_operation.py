@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import os
+import resource
 import signal
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +380,55 @@ async def test_what_cannot_be_judged_is_in_the_ledger_before_it_leaves_all_the_s
             await answer.read()
         assert stored == [[("DISPATCHING",)]]
     assert evidence(tmp_path, "SELECT count(*) FROM request_unjudged") == [(1,)]
+
+
+async def test_a_full_disk_stops_no_observed_traffic_and_recording_resumes(tmp_path: Path) -> None:
+    async with Simulator() as provider, Sidecar(tmp_path, both(provider)) as sidecar:
+        alone = await post(provider.url, LOOK)
+        assert (await post(sidecar.url, LOOK))[0] == 200
+        soft, hard = resource.prlimit(sidecar.process.pid, resource.RLIMIT_FSIZE)
+        # No file may grow: to SQLite and the spool that is a disk without room.
+        resource.prlimit(sidecar.process.pid, resource.RLIMIT_FSIZE, (0, hard))
+        for _ in range(20):
+            provider.reset()
+            through = await post(sidecar.url, LOOK)
+            assert (through[0], through[2]) == (alone[0], alone[2])
+        await ledger_failed(sidecar)
+        resource.prlimit(sidecar.process.pid, resource.RLIMIT_FSIZE, (soft, hard))
+        assert (await post(sidecar.url, LOOK))[0] == 200
+        await sidecar.stop()
+    assert len(ledger_rows(tmp_path)) == 22
+    assert {row[1] for row in ledger_rows(tmp_path)} == {"COMMITTED"}
+    dropped = evidence(tmp_path, "SELECT sum(count) FROM events_dropped")
+    counted = evidence(tmp_path, "SELECT count(*) FROM failure_counted WHERE \"where\" = 'ledger.write'")
+    assert dropped[0][0] or counted[0][0]
+
+
+async def ledger_failed(sidecar: Sidecar) -> None:
+    """Wait until the writer has met the full disk: it tries again with a growing pause."""
+    wal = sidecar.data_dir / "ledger.sqlite3-wal"
+    size = wal.stat().st_size
+    for _ in range(20):
+        await asyncio.sleep(0.05)
+    assert wal.stat().st_size == size
+
+
+async def test_a_dead_observer_and_a_corrupt_day_file_are_not_noticed_by_traffic(tmp_path: Path) -> None:
+    async with Simulator() as provider, in_loop(tmp_path, both(provider)) as proxy:
+        alone = await post(provider.url, LOOK)
+        supervisor = proxy.proxy.supervisor
+        while supervisor.pid is None:  # noqa: ASYNC110 - a process comes to life
+            await asyncio.sleep(0.01)
+        first = supervisor.pid
+        os.kill(first, signal.SIGKILL)
+        day = datetime.now(UTC).strftime("%Y-%m-%d")
+        (tmp_path / "evidence").mkdir(exist_ok=True)
+        (tmp_path / "evidence" / f"{day}.duckdb").write_bytes(b"no database" * 1000)
+        for _ in range(5):
+            provider.reset()
+            through = await post(proxy.url, LOOK)
+            assert (through[0], through[2]) == (alone[0], alone[2])
+        while supervisor.pid in (None, first):  # noqa: ASYNC110 - another one takes its place
+            await asyncio.sleep(0.01)
+    assert evidence(tmp_path, "SELECT count(*) FROM exchange_ended") == [(5,)]
+    assert list((tmp_path / "evidence").glob(f"{day}*corrupt*"))
