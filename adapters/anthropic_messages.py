@@ -266,6 +266,8 @@ class MessagesStream:
                 # The API may add events of a name and shape we do not know; its own must be readable.
                 return () if _foreign(name, error) else (FrameUnreadable(str(error)),)
             event = second
+        if event.type == "content_block_delta" and event.delta is not None and event.delta.text:
+            return (TextDelta(len(event.delta.text)),)  # nearly all of them, so without detours
         return tuple(self._events(event))
 
     def _events(self, event: _Event) -> Iterator[StreamEvent]:

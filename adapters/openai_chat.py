@@ -317,7 +317,20 @@ class ChatStream:
             if second is None:
                 return _unreadable(data, error)
             chunk = second
-        return tuple(self._events(chunk))
+        text = self._only_text(chunk)
+        return (text,) if text is not None else tuple(self._events(chunk))
+
+    def _only_text(self, chunk: _Chunk) -> TextDelta | None:
+        """The event of a chunk that brings more text and nothing else: nearly all of them, so without detours."""
+        choices = chunk.choices
+        if not choices or len(choices) > 1 or chunk.error is not _NULL:
+            return None
+        choice, delta = choices[0], choices[0].delta
+        if delta is None or not delta.content or choice.finish_reason or choice.index not in self._begun:
+            return None
+        if delta.tool_calls is not None or delta.function_call is not None:
+            return None
+        return TextDelta(len(delta.content))
 
     def _done(self) -> tuple[StreamEvent, ...]:
         short = 0 < len(self._finished) < self._choices

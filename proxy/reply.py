@@ -219,15 +219,19 @@ class Reply:
         if framing is Framing.LENGTH and app.takes_chunks:
             framing = Framing.CHUNKED  # the gate may withhold bytes
         self.start(head, framing)
+
+        def let_through(data: bytes) -> bool:
+            out = self._let_through(gate, data)
+            self._record.holding(gate.held_bytes)
+            if out:
+                app.send(out)
+            self._active_s = self._record.monotonic()
+            return gate.over or app.slow
+
         ending = Ending.CLEAN
         try:
-            while not gate.over and (data := await link.read()):
-                out = self._let_through(gate, data)
-                self._record.holding(gate.held_bytes)
-                if out:
-                    app.send(out)
-                if app.slow:
-                    await app.writable()
+            while await link.pump(let_through) and not gate.over:
+                await app.writable()
                 self._active_s = self._record.monotonic()
         except Broken as broken:
             ending = self.ended_by_us or ENDINGS[broken.kind]
@@ -260,14 +264,19 @@ class Reply:
         self.start(head, framing)
         for data in first:
             app.send(data)
+
+        def pass_on(data: bytes) -> bool:
+            nonlocal watch
+            app.send(data)
+            if watch is not None and not self._seen(watch, data):
+                watch = None
+            self._active_s = self._record.monotonic()
+            return app.slow
+
         ending = Ending.CLEAN
         try:
-            while data := await link.read():
-                app.send(data)
-                if watch is not None and not self._seen(watch, data):
-                    watch = None
-                if app.slow:
-                    await app.writable()
+            while await link.pump(pass_on):
+                await app.writable()
                 self._active_s = self._record.monotonic()
         except Broken as broken:
             ending = self.ended_by_us or ENDINGS[broken.kind]

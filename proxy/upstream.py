@@ -220,6 +220,10 @@ class Head(msgspec.Struct, frozen=True, gc=False):
         return None
 
 
+Sink = Callable[[bytes], bool]
+"""Takes entity bytes; true where it wants no more for now."""
+
+
 class Link(asyncio.Protocol):
     """One connection in the hands of one exchange, one request at a time. Made by `Pool.acquire`.
 
@@ -245,6 +249,8 @@ class Link(asyncio.Protocol):
         "_raw",
         "_reading_paused",
         "_reason",
+        "_sink",
+        "_sink_failure",
         "_transport",
         "_unread_bytes",
         "_waiter",
@@ -276,6 +282,8 @@ class Link(asyncio.Protocol):
         self._cause: Exception | None = None
         self._extra = False  # bytes that belong to no answer: never reused
         self._raw = False  # after a 101
+        self._sink: Sink | None = None
+        self._sink_failure: Exception | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._reset_answer(head_request=False)
 
@@ -352,6 +360,39 @@ class Link(asyncio.Protocol):
                 raise self._broken(self._lost)
             await self._wait()
         return self._take()
+
+    async def pump(self, sink: Sink) -> bool:
+        """Give all that arrives to `sink`, in the callback of each socket read: no task is woken for a delta.
+
+        Ends with True as soon as `sink` returns true (it wants no more for now; call again to go on), with False at
+        the proper end of the answer. Raises Broken after the bytes before the break were given, and what `sink` raises.
+        """
+        if self._parts and sink(self._take()):
+            return True
+        self._sink = sink
+        try:
+            while not (self._done or self._lost is not None or self._sink is None):
+                await self._wait()
+            if self._sink is None:
+                failure, self._sink_failure = self._sink_failure, None
+                if failure is not None:
+                    raise failure
+                return True
+        finally:
+            self._sink = None
+        if self._done:
+            return False
+        assert self._lost is not None
+        raise self._broken(self._lost)
+
+    def _pour(self, sink: Sink) -> None:
+        try:
+            wanted = not sink(self._take())
+        except Exception as error:  # noqa: BLE001 - raised where `pump` is awaited
+            self._sink_failure, wanted = error, False
+        if not wanted:
+            self._sink = None
+            self._wake()
 
     def read_ready(self) -> bytes | None:
         """As `read`, without waiting: None if no entity byte is here, whatever the reason."""
@@ -465,7 +506,13 @@ class Link(asyncio.Protocol):
             self._reading_paused = True
             if not self._transport.is_closing():
                 self._transport.pause_reading()
-        self._wake()
+        if self._sink is None:
+            self._wake()
+            return
+        if self._parts:
+            self._pour(self._sink)
+        if self._done or self._lost is not None:
+            self._wake()
 
     def eof_received(self) -> None:
         self._end("eof")  # returning nothing makes the transport close itself
