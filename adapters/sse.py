@@ -29,6 +29,9 @@ class SseFramer:
         buffer = self.pending + data if self.pending else data
         if self._only_lf and b"\r" in data:
             self._only_lf = False
+        if self._only_lf and buffer.find(b"\n\n", self._searched) == len(buffer) - 2 >= 0:
+            self.pending, self._searched = b"", 0
+            return [buffer]  # one read brought the end of one frame: nearly always
         frames: list[bytes] = []
         start = 0
         search = self._searched

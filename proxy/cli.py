@@ -1,7 +1,6 @@
 """The command line: one function a command. Errors say what is wrong and what to do; exit codes are for scripts."""
 
 import getpass
-import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -12,12 +11,11 @@ import uvloop
 from rich.console import Console
 
 import turngate
-from turngate.adapters import levels, registry
-from turngate.adapters.dialect import Undecodable
-from turngate.proxy import config, control, server
+from turngate.adapters import registry
+from turngate.proxy import cli_check, cli_replay, cli_rules, config, control, server
 from turngate.proxy.config import Settings, SettingsError
+from turngate.proxy.replay import STRICTEST
 from turngate.proxy.rollout import Stage
-from turngate.validators.rules import Finding, Judgement, Verdict, judge
 
 EX_USAGE, EX_INTERNAL = 64, 70
 
@@ -45,13 +43,13 @@ def serve(
     config_file: Annotated[
         Path | None, typer.Option("--config", help="Settings file (default: ./turngate.yaml).")
     ] = None,
-    listen: Annotated[str | None, typer.Option(help="Where apps connect [default: 127.0.0.1:8787].")] = None,
+    listen: Annotated[str | None, typer.Option(help="Where apps connect (default: 127.0.0.1:8787).")] = None,
     metrics: Annotated[
-        str | None, typer.Option(help="Where Prometheus scrapes [default: 127.0.0.1:8788].")
+        str | None, typer.Option(help="Where Prometheus scrapes (default: 127.0.0.1:8788).")
     ] = None,
-    admin: Annotated[str | None, typer.Option(help="Admin and health [default: 127.0.0.1:8789].")] = None,
+    admin: Annotated[str | None, typer.Option(help="Admin and health (default: 127.0.0.1:8789).")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Ledger, spool, evidence, keys.")] = None,
-    stage: Annotated[Stage | None, typer.Option(help="How far Turngate may go [default: observe].")] = None,
+    stage: Annotated[Stage | None, typer.Option(help="How far Turngate may go (default: observe).")] = None,
     upstream: Annotated[
         list[str] | None, typer.Option(metavar="NAME=URL", help="A provider; may be repeated.")
     ] = None,
@@ -94,14 +92,10 @@ def _announce(proxy: server.Proxy) -> None:
 
 
 class Api(StrEnum):
-    """The dialects that `check` reads."""
+    """The dialects that are judged."""
 
     CHAT = registry.CHAT.api
     MESSAGES = registry.MESSAGES.api
-
-
-SERVERS = {registry.CHAT.api: "openai", registry.MESSAGES.api: "anthropic"}
-"""Whose rules `check` applies where none is named."""
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
@@ -169,57 +163,55 @@ def check(
     except OSError as error:
         _fail(f"cannot read {file}: {error.strerror or error}", EX_USAGE)
     try:
-        guess = ""
-        if api is not None:
-            dialect = registry.DIALECTS[api.value]
+        checked = cli_check.check(body, api.value if api else None, server_name)
+        if as_json:
+            print(cli_check.as_json(file, checked))
         else:
-            dialect, guess = registry.by_body(body)
-        judgement = judge(
-            dialect.parse_request(body), levels.levels(dialect.api, server_name or SERVERS[dialect.api])
-        )
-    except Undecodable as error:
-        _print_verdict(file, api.value if api else "", "", Judgement(Verdict.UNJUDGED), as_json, str(error))
-        raise typer.Exit(3) from error
+            cli_check.print_checked(checked, body, out)
     except Exception as error:  # noqa: BLE001 - told with its own exit code
         _fail(f"turngate failed on {file}: {type(error).__name__}: {error}", EX_INTERNAL)
-    _print_verdict(file, dialect.api, guess, judgement, as_json)
-    raise typer.Exit(
-        {Verdict.LEGAL: 0, Verdict.ILLEGAL: 1, Verdict.WAITING: 2, Verdict.UNJUDGED: 3}[judgement.verdict]
-    )
+    raise typer.Exit(cli_check.EXIT_CODES[checked.judgement.verdict])
 
 
-STYLES = {
-    Verdict.LEGAL: "green",
-    Verdict.WAITING: "yellow",
-    Verdict.ILLEGAL: "red",
-    Verdict.UNJUDGED: "magenta",
-}
-
-
-def _print_verdict(
-    file: str, api: str, guess: str, judgement: Judgement, as_json: bool, why: str = ""
+@app.command("replay")
+def replay_command(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Exchange lines, also .gz; or one exchange a .json file."),
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object an exchange, and a last one with the summary.")
+    ] = False,
+    stage: Annotated[Stage, typer.Option(help="Judge as at this stage.")] = STRICTEST,
+    api: Annotated[
+        Api | None, typer.Option(help="The dialect of every line, whatever it says itself.")
+    ] = None,
 ) -> None:
-    if as_json:
-        findings = [_as_dict(finding) for finding in judgement.findings]
-        line = {"id": file, "api": api, "verdict": judgement.verdict, "findings": findings}
-        print(json.dumps({**line, "why": why} if why else line))
-        return
-    verdict = judgement.verdict
-    out.print(f"[{STYLES[verdict]}]{verdict}[/]  {api}" + (f" (guessed: {guess})" if guess else ""))
-    if why:
-        out.print(f"  {why}", markup=False)
-    for finding in judgement.findings:
-        out.print(f"  {finding.level} {finding}", markup=False)
+    """Judge recorded exchanges as the sidecar would have done, without network.
+
+    Requests by the rules of the line's server (its `server`, else its host, else its API's own), answers by the gate.
+    APIs without rules are counted as unjudged, lines that are no exchange as bad.
+
+    Exit code: 0 whatever was found, for it is a report; 64 usage, or a file that cannot be read.
+    """
+    forced = registry.DIALECTS[api.value] if api else None
+    try:
+        cli_replay.run(files, stage, forced, out, err, as_json=as_json)
+    except OSError as error:
+        _fail(f"cannot read {error.filename}: {error.strerror or error}", EX_USAGE)
 
 
-def _as_dict(finding: Finding) -> dict[str, str]:
-    return {
-        "reason": finding.reason,
-        "level": finding.level,
-        "at": finding.at,
-        "message": finding.message,
-        "remedy": finding.remedy,
-    }
+@app.command("rules")
+def rules_command(
+    api: Annotated[Api | None, typer.Option(help="Only this dialect.")] = None,
+    server_name: Annotated[str | None, typer.Option("--server", help="Only this server.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row instead of tables.")] = False,
+) -> None:
+    """Print what each server does about each fault, in the provider's own words, with rule number and date."""
+    if server_name is not None and server_name not in cli_rules.servers():
+        _fail(f"--server {server_name}: choose one of {', '.join(cli_rules.servers())}", EX_USAGE)
+    entries = cli_rules.select(api.value if api else None, server_name)
+    cli_rules.print_rules(entries, out, as_json=as_json)
 
 
 @app.command("demo")

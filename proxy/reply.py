@@ -7,7 +7,6 @@ JSON answer that may carry calls is judged before its first byte goes on.
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 from turngate.adapters import coding
@@ -27,6 +26,9 @@ from turngate.validators.stream import Assembler, Ending, Turn, TurnVerdict
 
 ENDINGS: Final = {"eof": Ending.EOF, "bad_framing": Ending.EOF, "reset": Ending.RESET, "aborted": Ending.LEFT}
 ENDED_WELL: Final = frozenset({Turn.COMMITTED, Turn.INCOMPLETE})
+
+WATCHED_BYTES: Final = 8 * 1024
+"""What a watched stream may leave unread, and so the memory it takes while it is silent."""
 
 RETRACTED: Final = (
     "the provider's answer did not end well; drop what you have of it and send the request again"
@@ -207,7 +209,7 @@ class Reply:
             return
         decoder = None if plain else coding.open_decoder(encoding)
         if plain or decoder is not None:
-            await self._pass(link, head, _Watch(gate.receive, decoder))
+            await self._pass(link, head, _Watch(gate.receive, decoder, WATCHED_BYTES))
         else:
             gate.blind = True
             await self._pass(link, head)
@@ -222,9 +224,10 @@ class Reply:
 
         def let_through(data: bytes) -> bool:
             out = self._let_through(gate, data)
-            self._record.holding(gate.held_bytes)
             if out:
                 app.send(out)
+            if gate.holding or self._record.hold_bytes:
+                self._record.holding(gate.held_bytes)
             self._active_s = self._record.monotonic()
             return gate.over or app.slow
 
@@ -268,7 +271,7 @@ class Reply:
         def pass_on(data: bytes) -> bool:
             nonlocal watch
             app.send(data)
-            if watch is not None and not self._seen(watch, data):
+            if watch is not None and not self._seen(watch.see, data):
                 watch = None
             self._active_s = self._record.monotonic()
             return app.slow
@@ -280,6 +283,8 @@ class Reply:
                 self._active_s = self._record.monotonic()
         except Broken as broken:
             ending = self.ended_by_us or ENDINGS[broken.kind]
+        if watch is not None:
+            self._seen(watch.flush)
         self._watched(ending)
         if ending is Ending.CLEAN:
             app.end()
@@ -291,10 +296,10 @@ class Reply:
                 self._record.went_wrong("retracted", "provider_stream_broken")
                 app.cut()
 
-    def _seen(self, watch: "_Watch", data: bytes) -> bool:
+    def _seen(self, look: Callable[..., None], *data: bytes) -> bool:
         """Judge bytes that have been passed on; False where that is not possible any more."""
         try:
-            watch.see(data)
+            look(*data)
             return True
         except coding.CodingError as error:
             self._record.failed("coding", error)
@@ -321,7 +326,7 @@ class Reply:
     async def _watch_whole(self, link: Link, head: Head, sequence: MessageSequence, dialect: Dialect) -> None:
         """Passed as it comes, judged behind its last byte."""
         kept = Kept(self._limits.body_bytes)
-        await self._pass(link, head, _Watch(kept.add, None))
+        await self._pass(link, head, _Watch(kept.add, None, 0))
         body = kept.whole()
         if body is not None and self._record.outcome == "passed" and not self._app.gone:
             self._verdict = self._judge_whole(head, sequence, dialect, body)
@@ -442,16 +447,35 @@ class Kept:
         return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
 
 
-@dataclass(frozen=True, slots=True)
 class _Watch:
-    """A reader beside the bytes."""
+    """A reader beside the bytes. Nobody waits for what it finds, so it looks at `batch_bytes` at a time: a delta read
+    by itself costs three times what it costs among others."""
 
-    receive: Callable[[bytes], object]
-    decoder: coding.Decoder | None
+    __slots__ = ("_batch_bytes", "_bytes", "_decoder", "_parts", "_receive")
+
+    def __init__(
+        self, receive: Callable[[bytes], object], decoder: coding.Decoder | None, batch_bytes: int
+    ) -> None:
+        self._receive = receive
+        self._decoder = decoder
+        self._batch_bytes = batch_bytes
+        self._parts: list[bytes] = []
+        self._bytes = 0
 
     def see(self, data: bytes) -> None:
-        """Raises coding.CodingError."""
-        self.receive(self.decoder.feed(data) if self.decoder is not None else data)
+        """Take bytes. Raises coding.CodingError."""
+        self._parts.append(data)
+        self._bytes += len(data)
+        if self._bytes >= self._batch_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Look at what was taken. Raises coding.CodingError."""
+        data = b"".join(self._parts)
+        self._parts.clear()
+        self._bytes = 0
+        if data:
+            self._receive(self._decoder.feed(data) if self._decoder is not None else data)
 
 
 async def _pump(tunnel: Tunnel, link: Link) -> None:

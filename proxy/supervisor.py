@@ -1,6 +1,7 @@
 """Keeps one observer alive beside the proxy. The proxy never waits for it and never dies of it."""
 
 import asyncio
+import os
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -88,6 +89,10 @@ class Supervisor:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "turngate.proxy.observer", msgspec.json.encode(settings).decode()),
+                env={
+                    **os.environ,
+                    "PYTHONSAFEPATH": "1",
+                },  # with -m the working directory would come before the library
                 stdin=PIPE,  # never written to: its end tells the child that we are gone
                 pass_fds=(settings.metrics_fd, settings.admin_fd),
             )

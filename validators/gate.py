@@ -18,6 +18,7 @@ from turngate.validators.stream import (
     Frame,
     ProviderFailed,
     StreamParser,
+    TextDelta,
     Turn,
     TurnVerdict,
     calls_of,
@@ -45,6 +46,7 @@ class Gate:
     withheld_bytes: int = 0
     _held: list[Frame] = field(default_factory=list)
     _held_bytes: int = 0
+    _pending_bytes: int = 0
 
     @property
     def holding(self) -> bool:
@@ -63,19 +65,19 @@ class Gate:
         if not self.holds:
             self._watch(data)
             return data
-        untouched = not self._held and not self.parser.pending
-        withheld_bytes = self.withheld_bytes
+        untouched = not self._held and not self._pending_bytes
+        frames = self.parser.feed(data)
+        self._pending_bytes = len(self.parser.pending)
+        if untouched and not self._pending_bytes and _only_text(frames):
+            self.assembler.receive(frames[0].events[0])
+            return data  # nearly all of them: one whole frame of text, no copy
         out: list[bytes] = []
-        for frame in self.parser.feed(data):
+        for frame in frames:
             self._take(frame, out)
             if self.over:
                 return b"".join(out)
-        if len(self.parser.pending) + self._held_bytes > self.held_bytes_max:
+        if self._pending_bytes + self._held_bytes > self.held_bytes_max:
             self._retract(Reason.LIMIT_HOLD, out)
-        elif (
-            untouched and not self._held and not self.parser.pending and self.withheld_bytes == withheld_bytes
-        ):
-            return data  # the common case: whole frames of text, no copy
         return b"".join(out)
 
     def finish(self, ending: Ending) -> bytes:
@@ -157,3 +159,8 @@ class Gate:
     def _drop(self) -> None:
         self.withheld_bytes += self._held_bytes
         self._held, self._held_bytes = [], 0
+
+
+def _only_text(frames: list[Frame]) -> bool:
+    """True for a single frame that says nothing but more text."""
+    return len(frames) == 1 and len(frames[0].events) == 1 and type(frames[0].events[0]) is TextDelta
