@@ -340,6 +340,9 @@ class Exchange:
 
     async def _acquire(self, route: Route) -> Link:
         """A connection, unless the app leaves or the process ends first. Raises Unreachable."""
+        link = self.services.pool.reuse(route.target.origin)
+        if link is not None:
+            return link
         limit_s = self.services.settings.timeouts.connect_s if self.reply.enforced else None
         task = self._connecting = asyncio.current_task()
         try:

@@ -677,17 +677,26 @@ class Pool:
         No time limit but the system's for connecting (two minutes on Linux) and asyncio's for a TLS handshake (60 s),
         and none for a forward proxy's answer; the caller's `asyncio.timeout` may cancel this at any point.
         """
-        loop = asyncio.get_running_loop()
-        if not self._is_closed:
-            idle = self._pop(origin, loop.time())
+        link = self.reuse(origin)
+        if link is None and not self._is_closed:
+            loop = asyncio.get_running_loop()
             link = Link(self, origin, loop)
-            if idle is None:
-                await self._connect(link, loop)
-            else:
-                link.adopt(idle)
-                self._open.add(link)
-        if self._is_closed:  # perhaps while connecting
+            await self._connect(link, loop)
+        if link is None or self._is_closed:  # perhaps while connecting
             raise Unreachable("other", "the connection pool is closed")
+        return link
+
+    def reuse(self, origin: Origin) -> Link | None:
+        """The part of `acquire` that needs no waiting: a kept-alive connection, if there is one."""
+        if self._is_closed:
+            return None
+        loop = asyncio.get_running_loop()
+        idle = self._pop(origin, loop.time())
+        if idle is None:
+            return None
+        link = Link(self, origin, loop)
+        link.adopt(idle)
+        self._open.add(link)
         return link
 
     async def close(self) -> None:
