@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AGENTS := tests/clients/node_modules/.installed
 export TURNGATE_SHARED ?= $(abspath ../shared)
 
-.PHONY: help setup demo run test lint bench crash build lock clean
+.PHONY: help setup demo run test lint bench crash clients build lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -41,6 +42,16 @@ bench: setup ## side by side with other proxies (reads ../shared/bench)
 crash: setup ## 100 kill -9 of proxy and observer under load
 	CRASHES=100 $(BIN)/python -m pytest tests/test_crash.py --timeout 3600
 
+clients: setup $(AGENTS) ## coding agents from npm through the sidecar (needs Node.js; 1.2 GB)
+	CLIENTS=1 $(BIN)/python -m pytest tests/clients
+
+# Not `npm ci`: it refuses a lock file without the packages of every platform, and ours was made where a registry has
+# OpenCode's for Linux only. What the file names is checked against it; --no-save keeps the file as it is.
+$(AGENTS): tests/clients/package.json tests/clients/package-lock.json
+	@command -v npm > /dev/null || { echo "make clients needs Node.js 20 or newer, with npm"; exit 1; }
+	npm install --prefix tests/clients --no-save
+	@touch $@
+
 build: setup ## wheel and sdist in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
 
@@ -50,4 +61,4 @@ lock: setup ## resolve requirements.lock again
 	  --python-version 3.11 --all-extras --upgrade --quiet pyproject.toml -o requirements.lock
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) tests/clients/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

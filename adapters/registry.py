@@ -15,6 +15,12 @@ DIALECTS: Final[dict[str, Dialect]] = {dialect.api: dialect for dialect in (CHAT
 """By the name used in settings, metrics and commands."""
 
 
+_CLAUDE_MODEL: Final = "a Claude model with max_tokens"
+_NOTHING_AGAINST: Final = "nothing that speaks against Chat Completions"
+ONLY_LIKELY: Final = frozenset({_CLAUDE_MODEL, _NOTHING_AGAINST})
+"""The guesses of `by_body` that rest on custom; what the others rest on occurs in no other dialect."""
+
+
 def by_path(method: str, path: str) -> Dialect | None:
     """The dialect of a generation call, or None for everything that is only relayed. `path` without its query."""
     if method != "POST":
@@ -23,6 +29,30 @@ def by_path(method: str, path: str) -> Dialect | None:
         return CHAT
     # Anthropic's token count and batches live below this path and generate nothing.
     return MESSAGES if path.endswith("/messages") else None
+
+
+_UNCOVERED: Final = (
+    ("/responses", "openai.responses"),
+    ("/realtime", "openai.realtime"),
+    ("/api/chat", "ollama.chat"),
+    ("/api/generate", "ollama.generate"),
+    (":generateContent", "gemini.generate"),
+    (":streamGenerateContent", "gemini.generate"),
+    ("/converse", "bedrock.converse"),
+    ("/converse-stream", "bedrock.converse"),
+    ("/invoke", "bedrock.invoke"),
+    ("/invoke-with-response-stream", "bedrock.invoke"),
+    (":rawPredict", "vertex.predict"),
+    (":streamRawPredict", "vertex.predict"),
+    ("/batches", "batches"),
+)
+
+
+def uncovered(method: str, path: str, *, upgrades: bool) -> str:
+    """The name of a generation surface that has no dialect yet, "" for anything else. `path` without its query."""
+    if method != "POST" and not upgrades:  # a WebSocket begins with a GET
+        return ""
+    return next((surface for suffix, surface in _UNCOVERED if path.endswith(suffix)), "")
 
 
 def by_body(body: bytes) -> tuple[Dialect, str]:
@@ -60,5 +90,5 @@ def by_body(body: bytes) -> tuple[Dialect, str]:
     if isinstance(tools, list) and any(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
         return MESSAGES, "a tool definition in Messages' form"
     if "max_tokens" in request and str(request.get("model", "")).startswith("claude"):
-        return MESSAGES, "a Claude model with max_tokens"
-    return CHAT, "nothing that speaks against Chat Completions"
+        return MESSAGES, _CLAUDE_MODEL
+    return CHAT, _NOTHING_AGAINST

@@ -82,9 +82,9 @@ class App:
     __slots__ = (
         "_connection",
         "_content",
-        "_continue_due",
         "_framing",
         "_request",
+        "continue_due",
         "gone",
         "head",
         "written_bytes",
@@ -96,7 +96,8 @@ class App:
         self._content = request.content
         self._framing = Framing.NONE
         self.head = RequestHead.read(request.method, request.raw_path, request.raw_headers)
-        self._continue_due = self.head.expects_continue
+        self.continue_due = self.head.expects_continue
+        """The app waits for a 100 that `read` gives it. False where the provider's own is passed on."""
         self.gone = connection.transport is None
         self.written_bytes = 0
 
@@ -122,15 +123,20 @@ class App:
 
     async def read(self) -> bytes:
         """The next part of the body, b"" at its end. Raises AppGone."""
-        if self._continue_due and not self.at_end:
-            self._continue_due = False
-            self._write(CONTINUE)
+        if self.continue_due and not self.at_end:
+            self.continue_due = False
+            self.inform(CONTINUE)
         try:
             return await self._content.readany()
         except (ConnectionError, web.RequestPayloadError, asyncio.IncompleteReadError) as error:
             raise AppGone(str(error)) from error
 
     # The answer
+
+    def inform(self, head: bytes) -> None:
+        """Write a 1xx answer, which HTTP/1.0 does not know."""
+        if self.takes_chunks:
+            self._write(head)
 
     def start(self, head: bytes, framing: Framing) -> None:
         """Write an answer's head; `framing` tells how its body's end will be told."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import Final
 
-from turngate.adapters import levels
+from turngate.adapters import levels, registry
 from turngate.adapters.dialect import Dialect, Trouble, Undecodable
 from turngate.proxy import wire
 from turngate.proxy.app_side import App, AppGone
@@ -141,6 +141,7 @@ class Exchange:
             return
         self.record.upstream = route.target.name
         if route.dialect is None:
+            self._note_uncovered(route)
             await self._relay(route)
             return
         self.record.api = route.dialect.api
@@ -152,6 +153,14 @@ class Exchange:
             await self._observe(route, route.dialect)
         else:
             await self._enforce(route, route.dialect)
+
+    def _note_uncovered(self, route: Route) -> None:
+        """Generation that no dialect reads yet is relayed like everything else, but not silently."""
+        head = self.app.head
+        surface = registry.uncovered(head.method, route.path.partition("?")[0], upgrades=head.upgrades)
+        if surface and self.services.ladder.possible(route.target.name) != {Stage.OFF}:
+            self.record.api = surface
+            self.record.unjudged(Reason.SURFACE_UNCOVERED)
 
     async def _relay(self, route: Route) -> None:
         """Bytes both ways, nothing read."""
@@ -274,7 +283,7 @@ class Exchange:
         link = await self._claim_and_connect(route)
         if link is None:
             return
-        link.expect_answer()
+        link.expect_answer(informed=self.reply.inform)
         link.writelines([self._head_for(link, route), self._piece(body), self._last_piece()])
         self._move(State.SENT)
         await self._receive(link)
@@ -358,22 +367,26 @@ class Exchange:
         finally:
             self._connecting = None
 
-    def _head_for(self, link: Link, route: Route) -> bytes:
+    def _head_for(self, link: Link, route: Route, *, expect: bool = False) -> bytes:
         gated = self.reply.enforced and self.sequence is not None and self.sequence.stream
-        return wire.request_bytes(self.app.head, route.path, link.origin.host_header, identity=gated)
+        return wire.request_bytes(
+            self.app.head, route.path, link.origin.host_header, identity=gated, expect=expect
+        )
 
     async def _upload(self, link: Link, route: Route, kept: Kept | None) -> None:
         """Send the request as its bytes come in, up to its end or an early answer."""
         app = self.app
-        link.expect_answer(head_request=app.head.method == "HEAD")
+        app.continue_due = False  # the provider is asked, and its own word passed on
+        link.expect_answer(head_request=app.head.method == "HEAD", informed=self.reply.inform)
         ready = app.read_ready()
         self.record.request_bytes = len(ready)
         if kept is not None:
             kept.add(ready)
+        head = self._head_for(link, route, expect=True)
         if app.at_end:
-            link.writelines([self._head_for(link, route), self._piece(ready), self._last_piece()])
+            link.writelines([head, self._piece(ready), self._last_piece()])
             return
-        link.writelines([self._head_for(link, route), self._piece(ready)])
+        link.writelines([head, self._piece(ready)])
         # An early answer (401, 413) ends the upload: it is passed on at once.
         upload = asyncio.create_task(self._upload_rest(link, kept))
         answer = asyncio.create_task(link.head())
@@ -402,7 +415,7 @@ class Exchange:
         link = await self._claim_and_connect(route)
         if link is None:
             return
-        link.expect_answer()
+        link.expect_answer(informed=self.reply.inform)
         link.writelines([self._head_for(link, route), *(self._piece(part) for part in kept.parts)])
         kept.parts.clear()
         self._move(State.SENT)

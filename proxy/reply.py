@@ -157,6 +157,10 @@ class Reply:
         extra = [(b"x-turngate-operation", self._record.operation.encode())] if self.enforced else []
         self._app.start(wire.answer_bytes(head, framing, close=close, extra=extra), framing)
 
+    def inform(self, head: Head) -> None:
+        """Pass a 1xx answer on, as RFC 9110, 15.2 demands of whoever stands between."""
+        self._app.inform(wire.answer_bytes(head, Framing.NONE, close=False))
+
     # The provider is silent, or ends too soon
 
     def _watch_silence(self, after_s: float) -> None:

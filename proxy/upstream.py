@@ -240,6 +240,7 @@ class Link(asyncio.Protocol):
         "_head",
         "_head_request",
         "_headers",
+        "_informed",
         "_keep_alive",
         "_loop",
         "_lost",
@@ -268,7 +269,7 @@ class Link(asyncio.Protocol):
         self.origin = origin
         self.reused = False
         self.opened_s = 0.0  # the pool's clock
-        self.informational = 0  # 1xx answers skipped before the head
+        self.informational = 0  # 1xx answers before the head
         self.trailers = 0  # trailer fields dropped after a chunked body
         self._pool = pool
         self._loop = loop
@@ -282,6 +283,7 @@ class Link(asyncio.Protocol):
         self._cause: Exception | None = None
         self._extra = False  # bytes that belong to no answer: never reused
         self._raw = False  # after a 101
+        self._informed: Callable[[Head], None] | None = None
         self._sink: Sink | None = None
         self._sink_failure: Exception | None = None
         self._parser: httptools.HttpResponseParser | None = None
@@ -305,8 +307,15 @@ class Link(asyncio.Protocol):
 
     # Sending
 
-    def expect_answer(self, *, head_request: bool = False) -> None:
-        """Begin an exchange; call it before the first write of each request."""
+    def expect_answer(
+        self, *, head_request: bool = False, informed: Callable[[Head], None] | None = None
+    ) -> None:
+        """Begin an exchange; call it before the first write of each request.
+
+        `informed` is told of each 1xx answer (but 101) as it arrives; it must not raise. It is forgotten at the
+        head: who is told knows the link, and the two would be a reference cycle.
+        """
+        self._informed = informed
         self.informational = self.trailers = 0
         self._reset_answer(head_request=head_request)
         self._parser = httptools.HttpResponseParser(self)
@@ -461,7 +470,7 @@ class Link(asyncio.Protocol):
             self._cause = cause
             if kind == "eof" and self._ends_with_connection():
                 self._done = True
-        self._parser = None
+        self._parser = self._informed = None
         self._wake()
         if self._drain_waiter is not None and not self._drain_waiter.done():
             self._drain_waiter.set_result(None)
@@ -596,7 +605,10 @@ class Link(asyncio.Protocol):
                 raise ValueError("101 without Upgrade: which bytes follow is unknown")
         elif status < 200:
             self.informational += 1
+            if self._informed is not None:
+                self._informed(Head(status, self._reason, tuple(self._headers), False, None, False))
             return
+        self._informed = None
         content_length, chunked = _framing(self._headers)
         http_1_0 = parser.get_http_version() == "1.0"
         headers = tuple(self._headers)

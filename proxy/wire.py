@@ -71,8 +71,14 @@ class RequestHead(msgspec.Struct, frozen=True):
         return any(name.lower() == lower_name for name, _ in self.headers)
 
 
-def request_bytes(head: RequestHead, target: str, host: bytes, *, identity: bool = False) -> bytes:
-    """The head for the upstream. `identity`: ask for an uncompressed answer, whose events can be held apart."""
+def request_bytes(
+    head: RequestHead, target: str, host: bytes, *, identity: bool = False, expect: bool = False
+) -> bytes:
+    """The head for the upstream.
+
+    `identity`: ask for an uncompressed answer, whose events can be held apart. `expect`: the body follows when the
+    provider says so; without it Expect is left out, for the body is here.
+    """
     lines = [b"%s %s HTTP/1.1\r\n" % (head.method.encode(), target.encode("latin-1"))]
     dropped = _dropped(head.headers)
     host_line = b"Host: %s\r\n" % host
@@ -83,10 +89,14 @@ def request_bytes(head: RequestHead, target: str, host: bytes, *, identity: bool
         if lower == b"host":
             lines.append(b"%s: %s\r\n" % (name, host))
         elif lower == b"transfer-encoding" and head.framing is Framing.CHUNKED:
-            lines.append(b"%s: chunked\r\n" % name)
+            # Codings before the chunks (`gzip, chunked`) are not undone here: they stay named.
+            lines.append(b"%s: %s\r\n" % (name, value))
         elif lower == b"accept-encoding" and identity:
             lines.append(b"%s: identity\r\n" % name)
-        elif (lower not in dropped and lower != b"expect") or (head.upgrades and lower == b"upgrade"):
+        elif lower == b"expect":
+            if expect:
+                lines.append(b"%s: %s\r\n" % (name, value))
+        elif lower not in dropped or (head.upgrades and lower == b"upgrade"):
             lines.append(b"%s: %s\r\n" % (name, value))
     if head.upgrades:
         lines.append(b"Connection: Upgrade\r\n")
@@ -104,13 +114,16 @@ def answer_bytes(head: Head, framing: Framing, *, close: bool, extra: Headers = 
     framed = False
     for name, value in head.headers:
         lower = name.lower()
-        if lower == b"content-length" or lower == b"transfer-encoding":
-            if framing is Framing.CHUNKED and not framed:
-                named = name if lower == b"transfer-encoding" else b"Transfer-Encoding"
-                lines.append(b"%s: chunked\r\n" % named)
-                framed = True
-            elif lower == b"content-length" and framing is not Framing.CHUNKED:
+        if lower == b"transfer-encoding":
+            if framing is Framing.CHUNKED or (framing is Framing.CLOSE and not head.chunked):
                 lines.append(b"%s: %s\r\n" % (name, value))
+                framed = True
+        elif lower == b"content-length":
+            if framing is not Framing.CHUNKED:
+                lines.append(b"%s: %s\r\n" % (name, value))
+            elif not framed:
+                lines.append(b"Transfer-Encoding: chunked\r\n")
+                framed = True
         elif lower not in dropped:
             lines.append(b"%s: %s\r\n" % (name, value))
     if framing is Framing.CHUNKED and not framed:

@@ -432,3 +432,21 @@ async def test_a_dead_observer_and_a_corrupt_day_file_are_not_noticed_by_traffic
             await asyncio.sleep(0.01)
     assert evidence(tmp_path, "SELECT count(*) FROM exchange_ended") == [(5,)]
     assert list((tmp_path / "evidence").glob(f"{day}*corrupt*"))
+
+
+SURFACES = {
+    "/v1/responses": "openai.responses",
+    "/openai/v1beta/models/m:generateContent?key=x": "gemini.generate",
+    "/v1/embeddings": None,
+}
+
+
+@pytest.mark.parametrize(("path", "surface"), SURFACES.items())
+async def test_generation_that_no_dialect_reads_is_relayed_and_counted(
+    tmp_path: Path, path: str, surface: str | None
+) -> None:
+    async with Simulator() as provider, in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy:
+        await post(proxy.url, {"model": "m", "input": "hello"}, path)
+        assert len(provider.requests) == 1
+    told = evidence(tmp_path, "SELECT surface, why FROM request_unjudged")
+    assert told == ([(surface, "surface.uncovered")] if surface else [])
