@@ -1,6 +1,6 @@
-"""What Turngate costs: side by side with other proxies, its two processes apart, and its durable claims.
+"""What Turngate costs: side by side with other proxies, its two processes apart, with something broken, and its claims.
 
-    make bench                                     # three tables, about six minutes
+    make bench                                     # about eight minutes with all peers
     python tests/bench/bench.py --quick            # one round, fewer streams
     python tests/bench/bench.py -- --peers nginx,aiohttp --workload small,agent   # words behind -- go to the harness
 
@@ -10,14 +10,18 @@ README says how it measures and how to install the peers. Everything runs on 127
 
 import argparse
 import os
+import resource
 import shlex
+import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -40,6 +44,8 @@ def main() -> None:
     compare(words)
     print("\n## Turngate's two processes apart (CPU us per request)\n")
     apart(seconds=2.0 if options.quick else 5.0)
+    print("\n## Observed traffic while something of Turngate's is broken (small requests)\n")
+    faults(seconds=2.0 if options.quick else 4.0)
     print("\n## Durable claims\n", flush=True)
     subprocess.run([sys.executable, HERE / "claims.py"], check=True)
 
@@ -82,7 +88,8 @@ def apart(seconds: float) -> None:
     }
     print("| stage | workload | proxy | observer | requests |\n|---|---|---|---|---|")
     for stage in STAGES:
-        with _mock() as mock, _sidecar(stage, mock) as (process, port):
+        folder = tempfile.TemporaryDirectory(prefix="turngate-bench-")
+        with folder as name, _mock() as mock, _sidecar(stage, mock, Path(name)) as (process, port):
             observer = _child_of(process.pid)
             for name, (body, connections) in workloads.items():
 
@@ -101,6 +108,80 @@ def apart(seconds: float) -> None:
                 print(f"| {stage} | {name} | {cells[0]} | {cells[1]} | {requests:,} |", flush=True)
 
 
+def faults(seconds: float) -> None:
+    """CPU and latency of observed requests with a broken ledger, spool, evidence or observer, against a healthy proxy."""
+    sys.path.insert(0, str(HARNESS))
+    import bodies
+    import loadgen
+    import uvloop
+
+    print(
+        "| what is broken | CPU us/request, both processes | p50 us | p99 us | not answered |\n|---|---|---|---|---|"
+    )
+    for name, break_it in FAULTS.items():
+        with (
+            _mock() as mock,
+            tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder,
+            _sidecar("observe", mock, Path(folder)) as (process, port),
+            break_it(process.pid, Path(folder)),
+        ):
+            run = loadgen.Load(
+                port, "/v1/chat/completions", {}, bodies.short("openai"), conc=8, duration=seconds
+            )
+            before = _all_ticks(process.pid)
+            records = uvloop.run(run.run()).records
+            spent_us = 1e6 * (_all_ticks(process.pid) - before) / TICK / max(len(records), 1)
+            took = sorted(1e6 * (record.t1 - record.t0) for record in records if not record.error)
+            p50, p99 = took[len(took) // 2], took[int(len(took) * 0.99)]
+            failed = len(records) - len(took)
+            print(f"| {name} | {spent_us:,.0f} | {p50:,.0f} | {p99:,.0f} | {failed} |", flush=True)
+
+
+@contextmanager
+def _healthy(_pid: int, _data_dir: Path) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _disk_full(pid: int, _data_dir: Path) -> Iterator[None]:
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))  # no file may grow
+    yield
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+
+@contextmanager
+def _ledger_locked(_pid: int, data_dir: Path) -> Iterator[None]:
+    with closing(sqlite3.connect(data_dir / "ledger.sqlite3", isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        yield
+        holder.execute("ROLLBACK")
+
+
+@contextmanager
+def _evidence_corrupt(_pid: int, data_dir: Path) -> Iterator[None]:
+    day = datetime.now(UTC).strftime("%Y-%m-%d")
+    (data_dir / "evidence" / f"{day}.duckdb").write_bytes(b"no database" * 1000)
+    yield
+
+
+@contextmanager
+def _observer_stopped(pid: int, _data_dir: Path) -> Iterator[None]:
+    observer = _child_of(pid)
+    os.kill(observer, signal.SIGSTOP)
+    yield
+    os.kill(observer, signal.SIGCONT)
+
+
+FAULTS = {
+    "nothing": _healthy,
+    "the disk is full": _disk_full,
+    "the ledger is locked": _ledger_locked,
+    "the evidence file is corrupt": _evidence_corrupt,
+    "the observer hangs": _observer_stopped,
+}
+
+
 @contextmanager
 def _mock() -> Iterator[int]:
     port = _free_port()
@@ -114,17 +195,16 @@ def _mock() -> Iterator[int]:
 
 
 @contextmanager
-def _sidecar(stage: str, mock: int) -> "Iterator[tuple[subprocess.Popen[bytes], int]]":
+def _sidecar(stage: str, mock: int, data_dir: Path) -> "Iterator[tuple[subprocess.Popen[bytes], int]]":
     port = _free_port()
-    with tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder:
-        command = ["taskset", "-c", PROXY_CORE, *serve(stage, str(port), str(mock), folder)]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-            try:
-                _wait(port)
-                time.sleep(1.0)  # the observer's imports are not part of a request
-                yield process, port
-            finally:
-                process.terminate()
+    command = ["taskset", "-c", PROXY_CORE, *serve(stage, str(port), str(mock), str(data_dir))]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait(port)
+            time.sleep(1.5)  # the observer's imports are not part of a request
+            yield process, port
+        finally:
+            process.terminate()
 
 
 def _free_port() -> int:
@@ -146,6 +226,10 @@ def _wait(port: int) -> None:
 
 def _child_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def _all_ticks(pid: int) -> int:
+    return _ticks(pid) + _ticks(_child_of(pid))
 
 
 def _ticks(pid: int) -> int:
