@@ -11,9 +11,32 @@ from typing import Final, Literal
 import msgspec
 import orjson
 
-from turngate.adapters import sse
-from turngate.adapters.dialect import Answer, Trouble, Undecodable, model_in
-from turngate.validators.graph import Block, Kind, MessageSequence, Role
+from turngate.adapters import keys, sse
+from turngate.adapters.dialect import (
+    NO_CONTEXT,
+    Ambiguous,
+    Answer,
+    RequestContext,
+    Trouble,
+    Undecodable,
+    integer_in,
+    messages_among,
+    model_in,
+    thinking_in,
+    tokens_min,
+    without_messages,
+)
+from turngate.validators.graph import (
+    Block,
+    Budget,
+    Check,
+    Kind,
+    MessageSequence,
+    Oddity,
+    Role,
+    Setting,
+    Tool,
+)
 from turngate.validators.stream import (
     CallClosed,
     CallDelta,
@@ -37,11 +60,20 @@ class _Block(msgspec.Struct, gc=False):
     id: str | None = None
     tool_use_id: str | None = None
     name: str | None = None
+    # Looked at, not decoded: most of a body is in these.
+    text: msgspec.Raw = _NULL
+    input: msgspec.Raw = _NULL
+    content: msgspec.Raw = _NULL
+    signature: msgspec.Raw = _NULL
+    citations: msgspec.Raw = _NULL
+    cache_control: msgspec.Raw = _NULL
 
 
 class _Message(msgspec.Struct, gc=False):
     role: str = ""
-    content: str | list[_Block] | None = None
+    content: str | list[_Block] | msgspec.UnsetType | None = msgspec.UNSET
+    output_config: msgspec.Raw = _NULL
+    clear_at: str | None = None
 
 
 class _Thread(msgspec.Struct, gc=False):
@@ -53,11 +85,41 @@ class _Request(msgspec.Struct, gc=False):
     model: str | None = None
     stream: bool | None = None
     thread: _Thread | None = None
+    system: msgspec.Raw = _NULL
     tools: msgspec.Raw = _NULL
+    tool_choice: msgspec.Raw = _NULL
     mcp_servers: msgspec.Raw = _NULL
+    thinking: msgspec.Raw = _NULL
+    cache_control: msgspec.Raw = _NULL
+    fallback_credit_token: msgspec.Raw = _NULL
+    max_tokens: msgspec.Raw = _NULL
+    anthropic_version: str | None = None
+    anthropic_beta: msgspec.Raw = _NULL
+
+
+class _Schema(msgspec.Struct, gc=False):
+    type: msgspec.Raw = _NULL
+
+
+class _Tool(msgspec.Struct, gc=False):
+    name: str = ""
+    type: str | None = None
+    input_schema: _Schema | None = None
+    cache_control: msgspec.Raw = _NULL
+
+
+class _ToolChoice(msgspec.Struct, gc=False):
+    type: str = ""
+    name: str | None = None
 
 
 _decode_request = msgspec.json.Decoder(_Request).decode
+_decode_message = msgspec.json.Decoder(_Message).decode
+_decode_blocks = msgspec.json.Decoder(list[_Block]).decode
+_decode_tools = msgspec.json.Decoder(list[_Tool]).decode
+_decode_choice = msgspec.json.Decoder(_ToolChoice).decode
+_decode_text = msgspec.json.Decoder(str).decode
+_decode_texts = msgspec.json.Decoder(list[str]).decode
 
 _ROLES: Final = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 _KINDS: Final = {
@@ -78,6 +140,34 @@ _EMPTY: Final = frozenset({b"null", b"[]"})
 _CALLS: Final = frozenset({Kind.TOOL_CALL, Kind.SERVER_TOOL_CALL})
 _EDGES: Final = frozenset({Kind.TOOL_CALL, Kind.TOOL_RESULT, Kind.SERVER_TOOL_CALL})
 
+_ELSEWHERE: Final[dict[Role, dict[Kind, Check]]] = {
+    Role.USER: {
+        Kind.TOOL_CALL: Check.CALL_IN_WRONG_ROLE,
+        **dict.fromkeys(
+            (
+                Kind.THINKING,
+                Kind.REDACTED_THINKING,
+                Kind.SERVER_TOOL_CALL,
+                Kind.SERVER_TOOL_RESULT,
+            ),
+            Check.KIND_IN_WRONG_ROLE,
+        ),
+    },
+    Role.ASSISTANT: {
+        Kind.TOOL_RESULT: Check.RESULT_IN_WRONG_ROLE,
+        Kind.IMAGE: Check.KIND_IN_WRONG_ROLE,
+        Kind.SEARCH_RESULT: Check.KIND_IN_WRONG_ROLE,
+    },
+}
+"""Kinds under a role that the table of blocks (A5) does not give them."""
+_TOOLSET_EDITS: Final = frozenset({"tool_addition", "tool_removal"})
+_OF_BETAS: Final = _TOOLSET_EDITS | {"fallback", "mcp_tool_listing", "connector_text"}
+"""Documented kinds of betas that have no kind of ours (A5)."""
+_STRICTER: Final = "2026-10-21"
+"""The API version from which documents of the assistant and citations of the user are refused (B19)."""
+_BLANK_BYTES_MAX: Final = 256
+"""A longer text is not looked through for being blank."""
+
 _FINISHES: Final = {
     "end_turn": (Finish.COMPLETE, False),
     "stop_sequence": (Finish.COMPLETE, False),
@@ -95,19 +185,23 @@ class AnthropicMessages:
 
     api: Final = "anthropic.messages"
 
-    def parse_request(self, body: bytes) -> MessageSequence:
+    def parse_request(self, body: bytes, context: RequestContext = NO_CONTEXT) -> MessageSequence:
         try:
-            request = _decode_request(body)
+            request, strangers = _read(body)
+            if keys.repeats_key(body):
+                raise Ambiguous("a key stands twice in one object")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Undecodable(str(error)) from error
-        blocks: list[Block] = []
+        reading = _Reading(len(request.messages), _betas(request, context), _version(request, context))
         for turn, message in enumerate(request.messages):
-            _add_blocks(blocks, turn, message)
+            reading.add(turn, message)
+        reading.finish(strangers)
+        blocks = tuple(reading.blocks)
         return MessageSequence(
             api=self.api,
             model=request.model or "",
             stream=bool(request.stream),
-            blocks=tuple(blocks),
+            blocks=blocks,
             messages=len(request.messages),
             uses_tools=bytes(request.tools) not in _EMPTY
             or bytes(request.mcp_servers) not in _EMPTY
@@ -115,6 +209,13 @@ class AnthropicMessages:
             result_id_key="tool_use_id",
             continues=request.thread is not None and request.thread.type == "continue",
             joins_assistant_turns=True,
+            turns=tuple(reading.turns),
+            oddities=tuple(reading.oddities),
+            marks=tuple(reading.marks),
+            setting=_setting(request),
+            budget=None
+            if context.window is None
+            else Budget(context.window, tokens_min(body), integer_in(request.max_tokens), "/max_tokens"),
         )
 
     def model_of(self, body: bytes) -> str:
@@ -169,19 +270,267 @@ def _error_body(trouble: Trouble, kind: str, **more: str) -> bytes:
     return orjson.dumps({"type": "error", "error": error, **more})
 
 
-def _add_blocks(blocks: list[Block], turn: int, message: _Message) -> None:
-    role = _ROLES.get(message.role, Role.UNKNOWN)
-    at = f"/messages/{turn}/content"
-    if isinstance(message.content, str):
-        blocks.append(Block(role, Kind.TEXT, turn, at))
-        return
-    for index, block in enumerate(message.content or ()):
-        kind = _KINDS.get(block.type)
+def _read(body: bytes) -> tuple[_Request, list[int]]:
+    """The request, and the places of what stands among the messages and is no object."""
+    try:
+        return _decode_request(body), []
+    except msgspec.ValidationError:
+        messages, strangers = messages_among(body)
+        if not strangers:
+            raise
+        request = _decode_request(without_messages(body))
+        request.messages = [_decode_message(message) for message in messages]
+        return request, strangers
+
+
+def _betas(request: _Request, context: RequestContext) -> frozenset[str] | None:
+    """The betas that header and body switch on; None where the header is not known."""
+    try:
+        named = frozenset(_decode_texts(request.anthropic_beta))
+    except msgspec.DecodeError:
+        named = frozenset()
+    return named or None if context.betas is None else context.betas | named
+
+
+def _version(request: _Request, context: RequestContext) -> str:
+    return context.version or request.anthropic_version or ""
+
+
+class _Reading:
+    """The blocks of a request in the making, and what is odd about its messages."""
+
+    __slots__ = ("_betas", "_compactions", "_last", "_stricter", "blocks", "marks", "oddities", "turns")
+
+    def __init__(self, messages: int, betas: frozenset[str] | None, version: str) -> None:
+        self.blocks: list[Block] = []
+        self.oddities: list[Oddity] = []
+        self.turns: list[Role] = []
+        self.marks: list[str] = []
+        self._betas = betas
+        self._stricter = version[:1].isdigit() and version >= _STRICTER
+        self._last = messages - 1
+        self._compactions = 0
+        if messages == 0:
+            self.note(Check.NO_MESSAGES, "/messages")
+
+    def note(self, check: Check, at: str, about: str = "") -> None:
+        self.oddities.append(Oddity(check, at, about))
+
+    def finish(self, strangers: list[int]) -> None:
+        for place in strangers:
+            self.note(Check.NOT_A_MESSAGE, f"/messages/{place}")
+
+    def add(self, turn: int, message: _Message) -> None:
+        role = _ROLES.get(message.role, Role.UNKNOWN)
+        self.turns.append(role)
+        at = f"/messages/{turn}"
+        if role is Role.UNKNOWN:
+            self.note(Check.ROLE_UNKNOWN, f"{at}/role" if message.role else at, message.role)
+        content = message.content
+        if isinstance(content, list):
+            for index, block in enumerate(content):
+                self._add_block(turn, index, role, message, block)
+            if role is Role.ASSISTANT and turn == self._last and content:
+                self._note_end(f"{at}/content/{len(content) - 1}", content[-1])
+        elif isinstance(content, str):
+            self.blocks.append(Block(role, Kind.TEXT, turn, f"{at}/content"))
+            if content and (content[-1].isspace() or content[0].isspace()):
+                self._note_blank(turn, role, f"{at}/content", content)
+        else:
+            self.note(Check.CONTENT_NULL, at if content is msgspec.UNSET else f"{at}/content")
+            return
+        if not content:
+            self._note_empty(role, at, message)
+
+    def _add_block(self, turn: int, index: int, role: Role, message: _Message, block: _Block) -> None:
+        type_ = block.type
+        kind = _KINDS.get(type_)
+        at = f"/messages/{turn}/content/{index}"
         if kind is None:
             # web_search_tool_result and its kin answer a server's call inside the same assistant message.
-            kind = Kind.SERVER_TOOL_RESULT if block.type.endswith("_tool_result") else Kind.UNKNOWN
-        call_id = block.id if kind in _CALLS else block.tool_use_id
-        blocks.append(Block(role, kind, turn, f"{at}/{index}", call_id, block.name))
+            kind = Kind.SERVER_TOOL_RESULT if type_.endswith("_tool_result") else Kind.UNKNOWN
+        if kind is Kind.TEXT:
+            self.blocks.append(Block(role, kind, turn, at))
+        elif kind in _CALLS:
+            self.blocks.append(Block(role, kind, turn, at, block.id, block.name, type_))
+        else:
+            self.blocks.append(Block(role, kind, turn, at, block.tool_use_id, block.name, type_))
+        if block.cache_control is not _NULL and memoryview(block.cache_control)[0] != _N:
+            self.marks.append(at)
+        match kind:
+            case Kind.TEXT:
+                self._note_text(role, at, block)
+            case Kind.TOOL_CALL:
+                if memoryview(block.input)[0] != _BRACE:
+                    self.note(Check.ARGUMENTS_NO_OBJECT, at if block.input is _NULL else f"{at}/input")
+            case Kind.TOOL_RESULT:
+                if block.tool_use_id is None:
+                    self.note(Check.RESULT_WITHOUT_ID, at)
+            case Kind.THINKING:
+                if len(block.signature) <= len('""') or memoryview(block.signature)[0] == _N:
+                    self.note(Check.SIGNATURE_MISSING, at)
+            case Kind.COMPACTION:
+                self._note_compaction(role, index, at, block)
+            case Kind.DOCUMENT if self._stricter and role is Role.ASSISTANT:
+                self.note(Check.DOCUMENT_OF_ASSISTANT, at)
+            case Kind.UNKNOWN:
+                self._note_unknown(at, type_)
+        if role is Role.SYSTEM:
+            self._note_system(at, kind, message, type_)
+        elif role is not Role.UNKNOWN and (check := _ELSEWHERE[role].get(kind)) is not None:
+            self.note(check, at, type_)
+
+    # What is odd
+
+    def _note_text(self, role: Role, at: str, block: _Block) -> None:
+        text = block.text
+        if len(text) == len('""'):
+            self.note(Check.TEXT_EMPTY, at)
+        elif len(text) <= _BLANK_BYTES_MAX and text is not _NULL and _is_blank(text):
+            blank = Check.TEXT_OF_ASSISTANT_BLANK if role is Role.ASSISTANT else Check.TEXT_BLANK
+            self.note(blank, at)
+        cited = len(block.citations) > len("[]") and memoryview(block.citations)[0] != _N
+        if cited and self._stricter and role is Role.USER:
+            self.note(Check.CITATIONS_OF_USER, f"{at}/citations")
+
+    def _note_blank(self, turn: int, role: Role, at: str, text: str) -> None:
+        if text.isspace():
+            blank = Check.TEXT_OF_ASSISTANT_BLANK if role is Role.ASSISTANT else Check.TEXT_BLANK
+            self.note(blank, at)
+        elif role is Role.ASSISTANT and turn == self._last and text[-1].isspace():
+            self.note(Check.PREFILL_BLANK, at)
+
+    def _note_end(self, at: str, block: _Block) -> None:
+        """The very end of a history that ends with the assistant."""
+        if block.type != "text" or len(block.text) <= len('""') or memoryview(block.text)[0] != _QUOTE:
+            return
+        text = _lenient_text(block.text)
+        if text[-1:].isspace() and not text.isspace():
+            self.note(Check.PREFILL_BLANK, at)
+
+    def _note_empty(self, role: Role, at: str, message: _Message) -> None:
+        if role is Role.USER:
+            self.note(Check.CONTENT_OF_USER_EMPTY, f"{at}/content")
+        elif role is Role.SYSTEM and message.output_config is _NULL:
+            self.note(Check.CONTENT_OF_SYSTEM_EMPTY, f"{at}/content")
+
+    def _note_compaction(self, role: Role, index: int, at: str, block: _Block) -> None:
+        if role is Role.SYSTEM:
+            self.note(Check.COMPACTION_OF_SYSTEM, at)
+        elif index:
+            self.note(Check.COMPACTION_MISPLACED, at)
+        if len(block.content) == len('""'):
+            self.note(Check.COMPACTION_EMPTY, f"{at}/content")
+        elif memoryview(block.content)[0] == _QUOTE:
+            self._compactions += 1
+            if self._compactions > 1:
+                self.note(Check.COMPACTION_REPEATED, at)
+
+    def _note_unknown(self, at: str, type_: str) -> None:
+        if not type_:
+            self.note(Check.PART_WITHOUT_TYPE, at)
+        elif type_ == "fallback" and self._betas is not None and not self._betas:
+            self.note(Check.KIND_WITHOUT_BETA, at, type_)
+        elif type_ not in _OF_BETAS:
+            # The set of kinds is open: what a beta that was sent may have switched on is never called unknown.
+            certain = self._betas is not None and not self._betas
+            self.note(Check.KIND_UNKNOWN if certain else Check.KIND_UNCERTAIN, at, type_)
+
+    def _note_system(self, at: str, kind: Kind, message: _Message, type_: str) -> None:
+        if kind is Kind.TEXT or kind is Kind.COMPACTION:
+            return
+        if type_ not in _TOOLSET_EDITS or message.clear_at == "next_user_message":
+            self.note(Check.KIND_OF_SYSTEM, at, type_)
+
+
+_N: Final = ord("n")
+_BRACE: Final = ord("{")
+_QUOTE: Final = ord('"')
+
+
+def _is_blank(text: msgspec.Raw) -> bool:
+    return memoryview(text)[0] == _QUOTE and _lenient_text(text).isspace()
+
+
+def _lenient_text(text: msgspec.Raw) -> str:
+    try:
+        return _decode_text(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""  # half a surrogate pair: whatever it is, it is not blank
+
+
+# -- what stands beside the messages ----------------------------------------------------------------------------
+
+
+def _setting(request: _Request) -> Setting:
+    oddities: list[Oddity] = []
+    marks: list[str] = []
+    tools = _tools(request, oddities, marks)
+    _look_at_system(request, oddities, marks)
+    if request.cache_control is not _NULL and memoryview(request.cache_control)[0] != _N:
+        marks.append("/cache_control")
+    return Setting(
+        request.model or "",
+        tools,
+        _choice(request, oddities),
+        thinking_in(request.thinking) if request.thinking is not _NULL else None,
+        request.fallback_credit_token is not _NULL,
+        tuple(oddities),
+        tuple(marks),
+    )
+
+
+def _tools(request: _Request, oddities: list[Oddity], marks: list[str]) -> tuple[Tool, ...] | None:
+    if bytes(request.tools) in _EMPTY:
+        return None
+    try:
+        declared = _decode_tools(request.tools)
+    except msgspec.ValidationError:
+        return None  # tools in a form of another API: nothing can be said of them
+    tools = []
+    for index, tool in enumerate(declared):
+        at = f"/tools/{index}"
+        custom = tool.type is None or tool.type == "custom"
+        tools.append(Tool(tool.name, at, "" if custom else tool.type or ""))
+        if tool.cache_control is not _NULL and memoryview(tool.cache_control)[0] != _N:
+            marks.append(at)
+        if not custom:
+            continue
+        if tool.input_schema is None:
+            oddities.append(Oddity(Check.TOOL_WITHOUT_SCHEMA, at))
+        elif bytes(tool.input_schema.type) != b'"object"':
+            missing = tool.input_schema.type is _NULL
+            where = f"{at}/input_schema" if missing else f"{at}/input_schema/type"
+            oddities.append(Oddity(Check.TOOL_SCHEMA_TYPE, where))
+    return tuple(tools)
+
+
+def _look_at_system(request: _Request, oddities: list[Oddity], marks: list[str]) -> None:
+    if memoryview(request.system)[0] != ord("["):
+        return
+    try:
+        blocks = _decode_blocks(request.system)
+    except msgspec.ValidationError:
+        return
+    for index, block in enumerate(blocks):
+        if block.cache_control is not _NULL and memoryview(block.cache_control)[0] != _N:
+            marks.append(f"/system/{index}")
+            if len(block.text) == len('""'):
+                oddities.append(Oddity(Check.TEXT_EMPTY, f"/system/{index}"))
+
+
+def _choice(request: _Request, oddities: list[Oddity]) -> str | None:
+    """The one tool that must be called."""
+    if request.tool_choice is _NULL:
+        return None
+    if memoryview(request.tool_choice)[0] == _QUOTE:
+        oddities.append(Oddity(Check.CHOICE_NO_OBJECT, "/tool_choice"))
+        return None
+    try:
+        choice = _decode_choice(request.tool_choice)
+    except msgspec.ValidationError:
+        return None
+    return choice.name if choice.type == "tool" else None
 
 
 # -- answers ----------------------------------------------------------------------------------------------------

@@ -5,15 +5,40 @@ do differently on the wire is read here as their clients mean it.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import msgspec
 import orjson
 
-from turngate.adapters import sse
-from turngate.adapters.dialect import Answer, Trouble, Undecodable, model_in
-from turngate.validators.graph import Block, Kind, MessageSequence, Role
+from turngate.adapters import keys, sse
+from turngate.adapters.dialect import (
+    NO_CONTEXT,
+    Ambiguous,
+    Answer,
+    RequestContext,
+    Trouble,
+    Undecodable,
+    integer_in,
+    messages_among,
+    model_in,
+    thinking_in,
+    tokens_min,
+    without_messages,
+)
+from turngate.validators.checks import Reason
+from turngate.validators.graph import (
+    Block,
+    Budget,
+    Check,
+    Kind,
+    MessageSequence,
+    Oddity,
+    Role,
+    Setting,
+    Tool,
+)
 from turngate.validators.stream import (
     CallDelta,
     CallNamed,
@@ -27,33 +52,46 @@ from turngate.validators.stream import (
     TextDelta,
     TurnEnded,
     TurnStarted,
+    arguments_fault,
 )
+from turngate.validators.turns import EMPTY
 
 _NULL: Final = msgspec.Raw(b"null")
 
 
 class _Part(msgspec.Struct, gc=False):
     type: str = ""
+    image_url: msgspec.Raw = _NULL
 
 
 class _Function(msgspec.Struct, gc=False):
+    name: str | None = None
+    # A string by the specification; some clients send the object itself, and some servers take it.
+    arguments: str | dict[str, msgspec.Raw] | None = None
+
+
+class _Custom(msgspec.Struct, gc=False):
     name: str | None = None
 
 
 class _Call(msgspec.Struct, gc=False):
     id: str | None = None
     function: _Function | None = None
-    custom: _Function | None = None
+    custom: _Custom | None = None
 
 
 class _Message(msgspec.Struct, gc=False):
     role: str = ""
-    content: str | list[_Part | str] | None = None
+    content: str | list[_Part | str] | msgspec.UnsetType | None = msgspec.UNSET
     refusal: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     function_call: _Function | None = None
+    audio: msgspec.Raw = _NULL
+    reasoning_content: msgspec.Raw = _NULL
+    reasoning: msgspec.Raw = _NULL
+    prefix: msgspec.Raw = _NULL
 
 
 class _Request(msgspec.Struct, gc=False):
@@ -63,9 +101,34 @@ class _Request(msgspec.Struct, gc=False):
     n: int | None = None
     tools: msgspec.Raw = _NULL
     functions: msgspec.Raw = _NULL
+    tool_choice: msgspec.Raw = _NULL
+    parallel_tool_calls: msgspec.Raw = _NULL
+    thinking: msgspec.Raw = _NULL
+    continue_final_message: msgspec.Raw = _NULL
+    max_tokens: msgspec.Raw = _NULL
+    max_completion_tokens: msgspec.Raw = _NULL
+
+
+class _ToolFunction(msgspec.Struct, gc=False):
+    name: str = ""
+    parameters: msgspec.Raw = _NULL
+
+
+class _Tool(msgspec.Struct, gc=False):
+    function: _ToolFunction | None = None
+    custom: _ToolFunction | None = None
+
+
+class _NamedChoice(msgspec.Struct, gc=False):
+    function: _ToolFunction | None = None
+    custom: _ToolFunction | None = None
 
 
 _decode_request = msgspec.json.Decoder(_Request).decode
+_decode_message = msgspec.json.Decoder(_Message).decode
+_decode_tools = msgspec.json.Decoder(list[_Tool]).decode
+_decode_choice = msgspec.json.Decoder(_NamedChoice | str | None).decode
+_scan = msgspec.json.Decoder(msgspec.Raw).decode
 
 _ROLES: Final = {
     "system": Role.SYSTEM,
@@ -81,9 +144,23 @@ _PARTS: Final = {
     "input_audio": Kind.AUDIO,
     "file": Kind.FILE,
     "refusal": Kind.REFUSAL,
+    # What compatible servers know beyond these (openai-compatible.md sections 2 and 4).
+    "input_text": Kind.TEXT,
+    "output_text": Kind.TEXT,
+    "thinking": Kind.THINKING,
+    "input_image": Kind.IMAGE,
+    "image_embeds": Kind.IMAGE,
+    "audio_url": Kind.AUDIO,
+    "video_url": Kind.VIDEO,
+    "document_url": Kind.DOCUMENT,
+    "file_url": Kind.FILE,
+    "reference": Kind.REFERENCE,
 }
 _EMPTY: Final = frozenset({b"null", b"[]"})
 _EDGES: Final = frozenset({Kind.TOOL_CALL, Kind.TOOL_RESULT})
+_TEXTS: Final = frozenset({Kind.TEXT, Kind.REFUSAL, Kind.THINKING})
+_ADDRESS_BYTES_MAX: Final = 4096
+"""A longer image_url holds the image itself."""
 
 _FINISHES: Final = {
     "stop": (Finish.COMPLETE, False),
@@ -99,25 +176,34 @@ class OpenAIChat:
 
     api: Final = "openai.chat"
 
-    def parse_request(self, body: bytes) -> MessageSequence:
+    def parse_request(self, body: bytes, context: RequestContext = NO_CONTEXT) -> MessageSequence:
         try:
-            request = _decode_request(body)
+            request, strangers = _read(body)
+            if keys.repeats_key(body):
+                raise Ambiguous("a key stands twice in one object")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Undecodable(str(error)) from error
-        blocks: list[Block] = []
+        reading = _Reading(len(request.messages))
         for turn, message in enumerate(request.messages):
-            _add_blocks(blocks, turn, message)
+            reading.add(turn, message)
+        reading.note_strangers(strangers)
+        blocks = tuple(reading.blocks)
         return MessageSequence(
             api=self.api,
             model=request.model or "",
             stream=bool(request.stream),
-            blocks=tuple(blocks),
+            blocks=blocks,
             messages=len(request.messages),
             uses_tools=bytes(request.tools) not in _EMPTY
             or bytes(request.functions) not in _EMPTY
             or any(block.kind in _EDGES for block in blocks),
             result_id_key="tool_call_id",
             choices=request.n or 1,
+            turns=tuple(reading.turns),
+            oddities=tuple(reading.oddities),
+            setting=_setting(request, reading.prefixed),
+            budget=None if context.window is None else _budget(body, request, context.window),
+            names_nested=True,
         )
 
     def model_of(self, body: bytes) -> str:
@@ -182,31 +268,256 @@ def _error_body(trouble: Trouble, kind: str) -> bytes:
     )
 
 
-def _add_blocks(blocks: list[Block], turn: int, message: _Message) -> None:
-    """Content first, then the calls, as the provider reads a message."""
-    role = _ROLES.get(message.role, Role.UNKNOWN)
-    at = f"/messages/{turn}"
-    if role is Role.TOOL:
-        blocks.append(Block(role, Kind.TOOL_RESULT, turn, at, message.tool_call_id, message.name))
-        return
-    content = message.content
-    if isinstance(content, list):
-        for index, part in enumerate(content):
-            kind = Kind.TEXT if isinstance(part, str) else _PARTS.get(part.type, Kind.UNKNOWN)
-            blocks.append(Block(role, kind, turn, f"{at}/content/{index}"))
-    elif content is not None:
-        blocks.append(Block(role, Kind.TEXT, turn, f"{at}/content"))
-    if message.refusal is not None:
-        blocks.append(Block(role, Kind.REFUSAL, turn, f"{at}/refusal"))
-    if message.tool_calls:
-        for index, call in enumerate(message.tool_calls):
-            function = call.function or call.custom
-            name = function.name if function is not None else None
-            blocks.append(Block(role, Kind.TOOL_CALL, turn, f"{at}/tool_calls/{index}", call.id, name))
-    if message.function_call is not None:
-        # No id on either side: the pairing cannot be checked (CHAT-B28).
-        name = message.function_call.name
-        blocks.append(Block(role, Kind.TOOL_CALL, turn, f"{at}/function_call", None, name))
+def _read(body: bytes) -> tuple[_Request, list[int]]:
+    """The request, and the places of what stands among the messages and is no object."""
+    try:
+        return _decode_request(body), []
+    except msgspec.ValidationError:
+        messages, strangers = messages_among(body)
+        if not strangers:
+            raise
+        request = _decode_request(without_messages(body))
+        request.messages = [_decode_message(message) for message in messages]
+        return request, strangers
+
+
+class _Reading:
+    """The blocks of a request in the making, and what is odd about its messages."""
+
+    __slots__ = ("_last", "blocks", "oddities", "prefixed", "turns")
+
+    def __init__(self, messages: int) -> None:
+        self.blocks: list[Block] = []
+        self.oddities: list[Oddity] = []
+        self.turns: list[Role] = []
+        self.prefixed = False
+        """The last message asks the model to go on with it."""
+        self._last = messages - 1
+        if messages == 0:
+            self.note(Check.NO_MESSAGES, "/messages")
+
+    def note(self, check: Check, at: str, about: str = "") -> None:
+        self.oddities.append(Oddity(check, at, about))
+
+    def note_strangers(self, places: list[int]) -> None:
+        for place in places:
+            self.note(Check.NOT_A_MESSAGE, f"/messages/{place}")
+
+    def add(self, turn: int, message: _Message) -> None:
+        """Content first, then the calls, as the provider reads a message."""
+        role = _ROLES.get(message.role, Role.UNKNOWN)
+        self.turns.append(role)
+        at = f"/messages/{turn}"
+        content = message.content
+        if role is Role.TOOL:
+            self.blocks.append(Block(role, Kind.TOOL_RESULT, turn, at, message.tool_call_id, message.name))
+            if type(content) is not str or message.tool_call_id is None:
+                self._note_result(at, message)
+            return
+        if type(content) is str:
+            self.blocks.append(Block(role, Kind.TEXT, turn, f"{at}/content"))
+            if not content:
+                self._note_empty(at, role, message)
+        elif isinstance(content, list):
+            self._add_parts(turn, role, at, content)
+            if not content:
+                self._note_empty(at, role, message)
+        else:
+            self._note_null(at, role, message)
+        if role is Role.ASSISTANT:
+            self._add_rest(turn, at, message)
+        elif role is Role.UNKNOWN:
+            self.note(Check.ROLE_UNKNOWN, f"{at}/role" if message.role else at, message.role)
+        if message.refusal is not None:
+            self.blocks.append(Block(role, Kind.REFUSAL, turn, f"{at}/refusal"))
+        if message.tool_calls is not None or message.function_call is not None:
+            self._add_calls(turn, role, at, message)
+
+    def _add_parts(self, turn: int, role: Role, at: str, parts: list[_Part | str]) -> None:
+        refusals = 0
+        for index, part in enumerate(parts):
+            where = f"{at}/content/{index}"
+            if isinstance(part, str):  # some servers take bare strings
+                self.blocks.append(Block(role, Kind.TEXT, turn, where))
+                continue
+            kind = _PARTS.get(part.type, Kind.UNKNOWN)
+            self.blocks.append(Block(role, kind, turn, where, wire=part.type))
+            if kind is Kind.UNKNOWN:
+                self.note(Check.KIND_UNKNOWN if part.type else Check.PART_WITHOUT_TYPE, where, part.type)
+            elif kind is Kind.IMAGE:
+                self._note_image(role, where, part)
+            elif role is not Role.USER and kind not in _TEXTS:
+                self.note(Check.KIND_IN_WRONG_ROLE, where, part.type)
+            refusals += kind is Kind.REFUSAL
+        if refusals and len(parts) > 1:
+            self.note(Check.REFUSAL_MIXED, f"{at}/content")
+
+    def _add_rest(self, turn: int, at: str, message: _Message) -> None:
+        """What only an assistant's message has."""
+        for name, thoughts in (
+            ("reasoning_content", message.reasoning_content),
+            ("reasoning", message.reasoning),
+        ):
+            if thoughts is not _NULL and memoryview(thoughts)[0] != _N:
+                wire = EMPTY if len(thoughts) == len('""') else ""
+                self.blocks.append(Block(Role.ASSISTANT, Kind.THINKING, turn, f"{at}/{name}", wire=wire))
+        if message.prefix is not _NULL and bytes(message.prefix) == b"true":
+            if turn == self._last:
+                self.prefixed = True
+            else:
+                self.note(Check.PREFIX_NOT_LAST, f"{at}/prefix")
+
+    def _add_calls(self, turn: int, role: Role, at: str, message: _Message) -> None:
+        for index, call in enumerate(message.tool_calls or ()):
+            where = f"{at}/tool_calls/{index}"
+            function = call.function
+            if function is not None:
+                self.blocks.append(
+                    Block(role, Kind.TOOL_CALL, turn, where, call.id, function.name, "function")
+                )
+                self._note_arguments(f"{where}/function/arguments", function.arguments)
+            else:
+                name = call.custom.name if call.custom is not None else None
+                self.blocks.append(Block(role, Kind.TOOL_CALL, turn, where, call.id, name, "custom"))
+        if message.function_call is not None:
+            # No id on either side: the pairing cannot be checked (CHAT-B28).
+            where, legacy = f"{at}/function_call", message.function_call
+            self.blocks.append(Block(role, Kind.TOOL_CALL, turn, where, None, legacy.name, "function_call"))
+            self._note_arguments(f"{where}/arguments", legacy.arguments)
+            if message.tool_calls:
+                self.note(Check.CALL_FORMS_MIXED, where)
+        if message.tool_calls == []:
+            self.note(Check.CALLS_EMPTY, f"{at}/tool_calls")
+        elif role is not Role.ASSISTANT:
+            self.note(Check.CALL_IN_WRONG_ROLE, f"{at}/tool_calls")
+
+    # What is odd
+
+    def _note_result(self, at: str, message: _Message) -> None:
+        legacy, content = message.role == "function", message.content
+        if legacy and message.name is None:
+            self.note(Check.RESULT_WITHOUT_NAME, at)
+        elif not legacy and message.tool_call_id is None:
+            self.note(Check.RESULT_WITHOUT_ID, at)
+        if content is msgspec.UNSET or (content is None and not legacy):
+            self.note(Check.CONTENT_NULL, at if content is msgspec.UNSET else f"{at}/content")
+        elif isinstance(content, list):
+            self.note(Check.RESULT_AS_LIST, f"{at}/content")
+            for index, part in enumerate(content):
+                kind = Kind.TEXT if isinstance(part, str) else _PARTS.get(part.type, Kind.UNKNOWN)
+                if not isinstance(part, str) and kind not in _TEXTS:
+                    check = Check.MEDIA_IN_WRONG_ROLE if kind is Kind.IMAGE else Check.KIND_IN_WRONG_ROLE
+                    self.note(check, f"{at}/content/{index}", part.type)
+
+    def _note_image(self, role: Role, where: str, part: _Part) -> None:
+        if role is not Role.USER:
+            self.note(Check.MEDIA_IN_WRONG_ROLE, where, part.type)
+        if len(part.image_url) < _ADDRESS_BYTES_MAX and _ADDRESS.match(bytes(part.image_url)):
+            self.note(Check.IMAGE_BY_ADDRESS, f"{where}/image_url")
+
+    def _note_null(self, at: str, role: Role, message: _Message) -> None:
+        says = message.tool_calls or message.function_call or message.refusal is not None
+        if role is Role.ASSISTANT and (says or message.audio is not _NULL):
+            return  # calls, a refusal or an earlier spoken reply stand for the content
+        self.note(Check.CONTENT_NULL, at if message.content is msgspec.UNSET else f"{at}/content")
+
+    def _note_empty(self, at: str, role: Role, message: _Message) -> None:
+        if role is Role.USER:
+            self.note(Check.CONTENT_OF_USER_EMPTY, f"{at}/content")
+        elif role is Role.ASSISTANT and not message.tool_calls and not message.function_call:
+            self.note(Check.CONTENT_OF_ASSISTANT_EMPTY, f"{at}/content")
+
+    def _note_arguments(self, at: str, arguments: str | dict[str, msgspec.Raw] | None) -> None:
+        if not isinstance(arguments, str):
+            if arguments is not None:
+                self.note(Check.ARGUMENTS_NO_TEXT, at)
+            return
+        try:
+            _scan(arguments)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            self._note_broken_arguments(at, arguments)
+        else:
+            if arguments[0] != "{" and not arguments.lstrip().startswith("{"):
+                self.note(Check.ARGUMENTS_NO_OBJECT, at)
+
+    def _note_broken_arguments(self, at: str, arguments: str) -> None:
+        fault = arguments_fault(arguments)
+        if not arguments.strip():
+            # Nothing at all stands for no arguments; only some servers mind.
+            self.note(Check.ARGUMENTS_EMPTY, at)
+        elif fault is Reason.CALL_ARGUMENTS_UNCLOSED:
+            self.note(Check.ARGUMENTS_UNCLOSED, at)
+        elif fault is not None:
+            self.note(Check.ARGUMENTS_INVALID, at)
+
+
+_N: Final = ord("n")
+_ADDRESS: Final = re.compile(rb'(\{\s*"url"\s*:\s*)?"https?://', re.IGNORECASE)
+
+
+# -- what stands beside the messages ----------------------------------------------------------------------------
+
+
+def _setting(request: _Request, prefixed: bool) -> Setting:
+    tools, oddities = _tools(request)
+    choice: str | None = None
+    if request.tool_choice is not _NULL or request.parallel_tool_calls is not _NULL:
+        choice = _couplings(request, oddities)
+    continues = prefixed or bytes(request.continue_final_message) == b"true"
+    if tools is None and choice is None and not continues and request.thinking is _NULL and not oddities:
+        return Setting(request.model or "")
+    return Setting(
+        request.model or "", tools, choice, thinking_in(request.thinking), continues, tuple(oddities)
+    )
+
+
+def _tools(request: _Request) -> tuple[tuple[Tool, ...] | None, list[Oddity]]:
+    oddities: list[Oddity] = []
+    if bytes(request.tools) in _EMPTY:
+        if len(request.tools) == len("[]"):
+            oddities.append(Oddity(Check.TOOLS_EMPTY, "/tools"))
+        return None, oddities
+    try:
+        declared = _decode_tools(request.tools)
+    except msgspec.ValidationError:
+        return None, oddities  # tools in a form of another API: nothing can be said of them
+    tools = []
+    for index, tool in enumerate(declared):
+        key = "function" if tool.function is not None else "custom"
+        function = tool.function or tool.custom
+        if function is None:
+            tools.append(Tool("", f"/tools/{index}", "unknown"))
+            continue
+        at = f"/tools/{index}/{key}"
+        tools.append(Tool(function.name, at))
+        if tool.function is not None and memoryview(function.parameters)[0] == _N:
+            oddities.append(Oddity(Check.TOOL_WITHOUT_PARAMETERS, at))
+    return tuple(tools), oddities
+
+
+def _couplings(request: _Request, oddities: list[Oddity]) -> str | None:
+    """Note what needs tools and has none; return the name of the one tool that must be called."""
+    try:
+        choice = _decode_choice(request.tool_choice)
+    except msgspec.ValidationError:
+        choice = None
+    if bytes(request.tools) in _EMPTY and bytes(request.functions) in _EMPTY:
+        if choice is not None:
+            none = choice == "none"
+            check = Check.NO_CHOICE_WITHOUT_TOOLS if none else Check.CHOICE_WITHOUT_TOOLS
+            oddities.append(Oddity(check, "/tool_choice"))
+        if bytes(request.parallel_tool_calls) != b"null":
+            oddities.append(Oddity(Check.PARALLEL_WITHOUT_TOOLS, "/parallel_tool_calls"))
+    if isinstance(choice, _NamedChoice):
+        function = choice.function or choice.custom
+        return function.name if function is not None else None
+    return None
+
+
+def _budget(body: bytes, request: _Request, window: int) -> Budget:
+    key = "max_completion_tokens" if request.max_completion_tokens is not _NULL else "max_tokens"
+    asked = integer_in(request.max_completion_tokens) or integer_in(request.max_tokens)
+    return Budget(window, tokens_min(body), asked, f"/{key}")
 
 
 # -- answers ----------------------------------------------------------------------------------------------------

@@ -197,6 +197,8 @@ def replay_command(
     forced = registry.DIALECTS[api.value] if api else None
     try:
         cli_replay.run(files, stage, forced, out, err, as_json=as_json)
+    except BrokenPipeError:
+        raise  # whoever read the output has enough: no fault of a file
     except OSError as error:
         _fail(f"cannot read {error.filename}: {error.strerror or error}", EX_USAGE)
 

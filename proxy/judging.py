@@ -4,16 +4,23 @@ A conversation is sent whole each time and grows at its end. What is kept of a l
 last assistant turn: there every call is answered, so the rest can be judged by itself. If the next body begins with
 the same bytes, only what follows them is decoded, hashed and judged. This shortens the legal case alone: whatever
 the rest gives cause to object to is decided again over the whole body.
+
+The shortened judgement must be the whole one. Most rules look at one message, at one turn and its results, or at the
+end; those are in the rest. What the others need of the beginning is kept beside it: the role of its last message, the
+ids its calls have used, how many cache borders it has. What stands beside the messages (model, tools, thinking, and
+the headers) bears on the beginning too, so it must be the same as before. What cannot be told so (a compaction block,
+a server tool's call that is still open, a window to count against) is decided over the whole.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final
 
 import msgspec
 
-from turngate.adapters.dialect import Dialect, Undecodable
-from turngate.validators.graph import MessageSequence, Role
+from turngate.adapters.dialect import NO_CONTEXT, Dialect, RequestContext, Undecodable
+from turngate.validators.graph import Kind, MessageSequence, Role, Setting
 from turngate.validators.rules import Judgement, Levels, judge
 
 WORTH_BYTES: Final = 16 * 1024
@@ -39,6 +46,12 @@ class _Settled:
     """The bytes up to and including the bracket that opens `messages`."""
     api: str
     levels: Levels
+    context: RequestContext
+    setting: Setting
+    last_role: Role
+    ids: set[str]
+    """The ids of its calls. Handed on as the conversation grows, so that a turn costs its own ids only."""
+    marks: int
     messages: int
     uses_tools: bool
     hashed: Any  # hashlib's objects have no public type
@@ -51,46 +64,54 @@ class Judge:
         self._settled: list[_Settled] = []  # the latest last; a table of 250 KB keys would hash them
         self._bytes = 0
 
-    def judge(self, dialect: Dialect, body: bytes, levels: Levels) -> Judged:
+    def judge(
+        self, dialect: Dialect, body: bytes, levels: Levels, context: RequestContext = NO_CONTEXT
+    ) -> Judged:
         """Raises Undecodable."""
-        known = self._find(dialect.api, body, levels)
+        known = self._find(dialect.api, body, levels, context)
         if known is not None:
-            judged = self._continue(dialect, body, levels, known)
+            judged = self._continue(dialect, body, known)
             if judged is not None:
                 return judged
-        sequence = dialect.parse_request(body)
+        sequence = dialect.parse_request(body, context)
         judgement = judge(sequence, levels)
         settled = None
-        if len(body) >= WORTH_BYTES and not judgement.findings:
-            settled = self._remember(sequence, body, body, levels, None)
+        if len(body) >= WORTH_BYTES and not judgement.findings and context.window is None:
+            settled = self._remember(sequence, body, body, levels, context, None)
         return Judged(sequence, judgement, _digest(body, settled))
 
-    def _find(self, api: str, body: bytes, levels: Levels) -> _Settled | None:
+    def _find(self, api: str, body: bytes, levels: Levels, context: RequestContext) -> _Settled | None:
         if len(body) < WORTH_BYTES:
             return None
         for settled in reversed(self._settled):
-            if body.startswith(settled.prefix) and settled.api == api and settled.levels is levels:
+            if (
+                body.startswith(settled.prefix)
+                and settled.api == api
+                and settled.levels is levels
+                and settled.context == context
+            ):
                 if settled is not self._settled[-1]:
                     self._settled.remove(settled)
                     self._settled.append(settled)
                 return settled
         return None
 
-    def _continue(self, dialect: Dialect, body: bytes, levels: Levels, known: _Settled) -> Judged | None:
+    def _continue(self, dialect: Dialect, body: bytes, known: _Settled) -> Judged | None:
         """Judge what follows a known beginning; None where that must be done over the whole."""
         rest = body[len(known.prefix) :]
         if b'"messages"' in rest:
             return None  # perhaps a second key of that name: the last one counts for most readers
         short = known.opening + rest
         try:
-            sequence = dialect.parse_request(short)
+            sequence = dialect.parse_request(short, known.context)
         except Undecodable:
             return None
-        judgement = judge(sequence, levels)
-        follows = sequence.blocks[:1]
-        if judgement.findings or not follows or follows[0].turn or follows[0].role is not Role.ASSISTANT:
+        if not _follows(sequence, known):
             return None  # only what goes on as before may be judged without what came before
-        self._remember(sequence, short, body, levels, known)
+        judgement = judge(msgspec.structs.replace(sequence, before=known.last_role), known.levels)
+        if judgement.findings:
+            return None
+        self._remember(sequence, short, body, known.levels, known.context, known)
         whole = msgspec.structs.replace(
             sequence,
             messages=known.messages + sequence.messages,
@@ -99,19 +120,26 @@ class Judge:
         return Judged(whole, judgement, _digest(body, known))
 
     def _remember(
-        self, sequence: MessageSequence, short: bytes, body: bytes, levels: Levels, known: _Settled | None
+        self,
+        sequence: MessageSequence,
+        short: bytes,
+        body: bytes,
+        levels: Levels,
+        context: RequestContext,
+        known: _Settled | None,
     ) -> _Settled | None:
         """Keep the beginning of a legal body. `short` is the body without what was `known` before."""
         turn = _last_assistant_turn(sequence)
-        place = _place(short, turn) if turn else None
+        place = _place(short, turn) if turn and not _hangs(sequence, turn) else None
         if place is None:
             return None
         opening, end = place
         end += len(body) - len(short)
         prefix = body[:end]
         if known is None:
-            hashed = sha256(prefix)
+            hashed, ids = sha256(prefix), set[str]()
         else:
+            ids = known.ids
             hashed = known.hashed.copy()
             hashed.update(body[len(known.prefix) : end])
             self._forget(known)
@@ -120,10 +148,16 @@ class Judge:
             opening,
             sequence.api,
             levels,
+            context,
+            sequence.setting,
+            sequence.turns[turn - 1],
+            ids,
+            sum(_turn_at(mark) < turn for mark in sequence.marks) + (known.marks if known is not None else 0),
             turn + (known.messages if known is not None else 0),
             sequence.uses_tools or (known is not None and known.uses_tools),
             hashed,
         )
+        ids.update(_ids(sequence, turn))
         self._settled.append(settled)
         self._bytes += len(prefix)
         while len(self._settled) > REMEMBERED_MAX or self._bytes > REMEMBERED_BYTES_MAX:
@@ -145,14 +179,58 @@ def _digest(body: bytes, settled: _Settled | None) -> bytes:
     return digest
 
 
+def _follows(sequence: MessageSequence, known: _Settled) -> bool:
+    """True where the rest goes on as the beginning was left, so that only the rest can be at fault."""
+    return (
+        sequence.turns[:1] == (Role.ASSISTANT,)
+        and sequence.setting == known.setting
+        and known.marks + len(sequence.marks) + len(sequence.setting.marks) <= _MARKS_SURE
+        and not any(block.kind is Kind.COMPACTION for block in sequence.blocks)
+        and known.ids.isdisjoint(_ids(sequence, len(sequence.turns)))
+    )
+
+
+_MARKS_SURE: Final = 4
+"""More cache borders than that are counted over the whole; no server is known to allow fewer."""
+
+
+def _ids(sequence: MessageSequence, before: int) -> Iterator[str]:
+    """The ids of the calls in the messages before this one."""
+    for block in sequence.blocks:
+        if block.turn >= before:
+            break
+        if block.kind is Kind.TOOL_CALL and block.call_id is not None:
+            yield block.call_id
+
+
+def _hangs(sequence: MessageSequence, turn: int) -> bool:
+    """True where a server's call before this message has no result there, or a compaction stands there."""
+    open_calls: set[str | None] = set()
+    for block in sequence.blocks:
+        if block.turn >= turn:
+            break
+        if block.kind is Kind.COMPACTION:
+            return True
+        if block.kind is Kind.SERVER_TOOL_CALL:
+            open_calls.add(block.call_id)
+        elif block.kind is Kind.SERVER_TOOL_RESULT:
+            open_calls.discard(block.call_id)
+    return bool(open_calls)
+
+
+def _turn_at(pointer: str) -> int:
+    """The message that a pointer like /messages/3/content/0 leads into."""
+    return int(pointer.split("/", 3)[2])
+
+
 def _last_assistant_turn(sequence: MessageSequence) -> int:
     """The index of the message that opens the last assistant turn; 0 where nothing stands before it."""
     turn = 0
     before: Role | None = None
-    for block in sequence.blocks:
-        if block.role is Role.ASSISTANT and before is not Role.ASSISTANT:
-            turn = block.turn
-        before = block.role
+    for index, role in enumerate(sequence.turns):
+        if role is Role.ASSISTANT and before is not Role.ASSISTANT:
+            turn = index
+        before = role
     return turn
 
 

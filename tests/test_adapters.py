@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turngate.adapters import sse
-from turngate.adapters.dialect import Dialect, Trouble, Undecodable
+from turngate.adapters.dialect import Ambiguous, Dialect, Trouble, Undecodable
+from turngate.adapters.keys import repeats_key
 from turngate.adapters.registry import CHAT, DIALECTS, MESSAGES, by_body, by_path
 from turngate.validators.graph import Kind, Role
 from turngate.validators.rules import Level, Reason, judge
@@ -706,6 +707,90 @@ def test_a_body_of_no_dialect_is_undecodable(body: bytes) -> None:
         by_body(body)
 
 
+# -- a key that stands twice ----------------------------------------------------------------------------------------
+
+REPEATING = {
+    "a field": b'{"model":"a","model":"b","messages":[]}',
+    "the messages": b'{"messages":[{"role":"user","content":"x"}],"messages":[]}',
+    "a role": b'{"messages":[{"role":"user","content":"x","role":"system"}]}',
+    "a role, written another way": b'{"messages":[{"role":"user","content":"x","r\\u006fle":"system"}]}',
+    "a field, spaced": b'{"model": "a", "messages": [], "model": "b"}',
+    "a block's text": b'{"messages":[{"role":"user","content":[{"type":"text","text":"a","text":"b"}]}]}',
+    "a call's id": b'{"messages":[{"role":"assistant","tool_calls":[{"id":"a","type":"function","id":"b"}]}]}',
+    "a function's name": b'{"messages":[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","name":"g"}}]}]}',
+    "a legacy function's name": b'{"messages":[{"role":"assistant","function_call":{"name":"f","name":"g"}}]}',
+    "beside half a surrogate pair": b'{"messages":[{"role":"user","role":"x"}],"user":"\\ud83d"}',
+    "with keys that are not ASCII": '{"é":1,"messages":[{"role":"user","role":"x"}]}'.encode(),
+}
+"""Bodies in which an object that is decoded has a key twice."""
+
+SINGLE = {
+    "empty": b"{}",
+    "no messages": b'{"messages":[]}',
+    "empty objects": b'{"messages":[{},{}]}',
+    "in the text of arguments": json.dumps(
+        {"messages": [{"tool_calls": [{"function": {"arguments": '{"a":1,"a":2}'}}]}]}
+    ).encode(),
+    "in an input, which is not decoded": b'{"messages":[{"content":[{"type":"tool_use","input":{"a":1,"a":2}}]}]}',
+    "in a schema, which is not decoded": b'{"messages":[],"tools":[{"input_schema":{"a":1,"a":2}}]}',
+    "one key in two objects": b'{"role":"x","messages":[{"role":"user"},{"role":"user"}]}',
+    "strings among the parts": b'{"messages":[{"content":["a",{"type":"text","text":"b"}]}]}',
+    "messages that are no list": b'{"messages":{"role":"user"}}',
+    "keys that are not ASCII": '{"é":1,"messages":[{"é":1}]}'.encode(),
+}
+
+
+@pytest.mark.parametrize("body", REPEATING.values(), ids=REPEATING)
+def test_a_key_that_stands_twice_where_it_is_decoded_makes_a_body_ambiguous(body: bytes) -> None:
+    assert repeats_key(body)
+    if b"ud83d" not in body:  # that one is undecodable already
+        for dialect in (CHAT, MESSAGES):
+            with pytest.raises(Ambiguous) as raised:
+                dialect.parse_request(body)
+            assert raised.value.reason is Reason.BODY_AMBIGUOUS
+
+
+@pytest.mark.parametrize("body", SINGLE.values(), ids=SINGLE)
+def test_other_repetitions_are_nobodys_business(body: bytes) -> None:
+    assert not repeats_key(body)
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+CALLS = st.fixed_dictionaries({"id": VALUES, "function": st.dictionaries(st.text(), VALUES, max_size=3)})
+MESSAGE = st.dictionaries(st.sampled_from(["role", "name", "é", "x"]), VALUES) | st.fixed_dictionaries(
+    {
+        "role": st.text(),
+        "content": st.lists(st.dictionaries(st.text(), VALUES, max_size=3), max_size=3) | VALUES,
+        "tool_calls": st.lists(CALLS, max_size=2) | VALUES,
+    }
+)
+
+
+@given(
+    messages=st.lists(MESSAGE, max_size=4),
+    indent=st.sampled_from([None, None, 2]),
+    compact=st.booleans(),
+    ascii_only=st.booleans(),
+    where=st.integers(0, 3),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_key_is_found_repeated_exactly_where_it_is(
+    messages: list[Json], indent: int | None, compact: bool, ascii_only: bool, where: int
+) -> None:
+    separators = (",", ":") if compact else None
+    request = {"model": "m", "messages": messages}
+    text = json.dumps(request, indent=indent, separators=separators, ensure_ascii=ascii_only)
+    assert not repeats_key(text.encode("utf-8", "surrogatepass"))
+    if where < len(messages):
+        messages[where] = {"MARK": 1, **messages[where]}
+        text = json.dumps(request, indent=indent, separators=separators, ensure_ascii=ascii_only)
+        assert repeats_key(text.replace('"MARK"', '"MARK":2,"MARK"', 1).encode("utf-8", "surrogatepass"))
+
+
 # -- no bytes can hurt ----------------------------------------------------------------------------------------------
 
 
@@ -860,7 +945,11 @@ def test_no_mutation_of_a_real_body_raises_anything_else(dialect: Dialect, seed:
 @BOTH
 @given(
     value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=5),
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(

@@ -20,9 +20,10 @@ import aiohttp
 import duckdb
 import msgspec
 import pytest
+from rich.console import Console
 
 from turngate.adapters.openai_chat import OpenAIChat
-from turngate.proxy import cli, cli_query
+from turngate.proxy import cli, cli_check, cli_query
 from turngate.proxy.simulator import Simulator
 from turngate.telemetry.events import AnyEvent, ExchangeEnded, Outcome
 from turngate.telemetry.metrics import Registry
@@ -76,6 +77,7 @@ RESULT: Json = {"role": "tool", "tool_call_id": "call_1", "content": "14"}
 USE: Json = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}
 USED: Json = {"role": "assistant", "content": [USE]}
 USE_RESULT: Json = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "14"}
+WEATHER: list[Json] = [{"name": "weather", "input_schema": {"type": "object"}}]
 USE_ANSWERED: Json = {"role": "user", "content": [USE_RESULT]}
 
 
@@ -84,7 +86,8 @@ def chat(*messages: Json, **more: object) -> Json:
 
 
 def anthropic(*messages: Json) -> Json:
-    return {"model": "claude-sonnet-4-5", "max_tokens": 100, "messages": list(messages)}
+    body = {"model": "claude-sonnet-4-5", "max_tokens": 100, "messages": list(messages)}
+    return {**body, "tools": WEATHER} if USED in messages else body
 
 
 CHAT, MESSAGES = "openai.chat", "anthropic.messages"
@@ -134,19 +137,19 @@ def test_check_tells_its_verdict_by_exit_code_and_json(
     assert all(set(each) == {"reason", "level", "at", "message", "remedy"} for each in line["findings"])
 
 
-GUESSES: dict[str, tuple[Json, str]] = {
-    "a tool role": (chat(USER, CALLING, RESULT), CHAT),
-    "a tool_result block": (anthropic(USER, USED, USE_ANSWERED), MESSAGES),
-    "a top-level system": ({"system": "Be brief.", "messages": [USER]}, MESSAGES),
-    "a Claude model with max_tokens": (anthropic(USER), MESSAGES),
-    "nothing special": (chat(USER), CHAT),
+GUESSES: dict[str, tuple[Json, str, str]] = {
+    "a tool role": (chat(USER, CALLING, RESULT), CHAT, "certain"),
+    "a tool_result block": (anthropic(USER, USED, USE_ANSWERED), MESSAGES, "certain"),
+    "a top-level system": ({"system": "Be brief.", "messages": [USER]}, MESSAGES, "certain"),
+    "a Claude model with max_tokens": (anthropic(USER), MESSAGES, "likely"),
+    "nothing special": (chat(USER), CHAT, "likely"),
 }
 
 
-@pytest.mark.parametrize(("body", "api"), GUESSES.values(), ids=GUESSES)
-def test_check_guesses_the_dialect_and_says_why(turngate: Turngate, body: Json, api: str) -> None:
+@pytest.mark.parametrize(("body", "api", "sure"), GUESSES.values(), ids=GUESSES)
+def test_check_guesses_the_dialect_and_says_why(turngate: Turngate, body: Json, api: str, sure: str) -> None:
     said = turngate("check", "-", stdin=json.dumps(body).encode())
-    assert said.out.startswith(f"legal  {api} (guessed: ")
+    assert said.out.startswith(f"legal  {api} ({sure}: ")
 
 
 def test_check_takes_the_dialect_that_is_named(turngate: Turngate) -> None:
@@ -160,10 +163,121 @@ def test_check_names_reason_place_and_remedy_for_people(turngate: Turngate) -> N
     assert "call_1" in said.out
 
 
+LONG = "What is the weather in Oslo today, and is it worth the while to take an umbrella along?"
+TWO_CALLS: Json = {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "id": "call_2"}]}
+LATER: list[Json] = [USER, {"role": "assistant", "content": "?"}] * 3
+
+Drawn = list[tuple[str, str, str]]
+DRAWINGS: dict[str, tuple[Json, Drawn]] = {
+    "an orphan stands alone": (
+        chat({"role": "user", "content": LONG}, RESULT, USER),
+        [
+            ("", "/messages/0/content", f'user "{LONG[:62]}…'),
+            ("✗", "/messages/1", 'tool result "call_1" "14"'),
+            ("", "/messages/2/content", 'user "Weather?"'),
+        ],
+    ),
+    "a misplaced result is tied to its call over what lies between": (
+        chat(USER, CALLING, *LATER, RESULT),
+        [
+            ("", "/messages/0/content", 'user "Weather?"'),
+            (
+                "╭─",
+                "/messages/1/tool_calls/0",
+                'assistant tool call "call_1" weather {"name": "weather", "arguments": "{}"}',
+            ),
+            ("│", "/messages/2/content", 'user "Weather?"'),
+            ("│", "", "… 4 more …"),
+            ("│", "/messages/7/content", 'assistant "?"'),
+            ("╰─✗", "/messages/8", 'tool result "call_1" "14"'),
+        ],
+    ),
+    "a result that is missing is drawn where it belongs": (
+        chat(USER, TWO_CALLS, RESULT, USER),
+        [
+            (
+                "",
+                "/messages/1/tool_calls/0",
+                'assistant tool call "call_1" weather {"name": "weather", "arguments": "{}"}',
+            ),
+            (
+                "╭─",
+                "/messages/1/tool_calls/1",
+                'assistant tool call "call_2" weather {"name": "weather", "arguments": "{}"}',
+            ),
+            ("│", "/messages/2", 'tool result "call_1" "14"'),
+            ("╰─✗", "", 'the result of "call_2" is missing here'),
+            ("", "/messages/3/content", 'user "Weather?"'),
+        ],
+    ),
+    "a result too many is tied to the call": (
+        anthropic(USER, USED, {"role": "user", "content": [USE_RESULT, {**USE_RESULT, "content": "15"}]}),
+        [
+            ("", "/messages/0/content", 'user "Weather?"'),
+            ("╭─", "/messages/1/content/0", 'assistant tool call "toolu_1" weather {}'),
+            ("│", "/messages/2/content/0", 'user tool result "toolu_1" "14"'),
+            ("╰─✗", "/messages/2/content/1", 'user tool result "toolu_1" "15"'),
+        ],
+    ),
+    "what a body holds cannot steer the terminal": (
+        chat({"role": "user", "content": "[red]\x1b[2J\u202e"}, RESULT),
+        [
+            ("", "/messages/0/content", 'user "[red]\\u001b[2J?"'),
+            ("✗", "/messages/1", 'tool result "call_1" "14"'),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "drawn"), DRAWINGS.values(), ids=DRAWINGS)
+def test_check_draws_the_broken_place(body: Json, drawn: Drawn) -> None:
+    checked = cli_check.check(json.dumps(body).encode(), None, "")
+    assert checked.sequence is not None
+    rows = list(cli_check.draw(checked.judgement.findings[0], checked.sequence, body))
+    assert [(row.edge.strip(), row.at, row.said) for row in rows] == drawn
+    assert [row.edge for row in rows if row.broken] == [edge for edge, _, _ in drawn if "✗" in edge]
+
+
+def test_check_draws_at_most_nine_rows_of_a_long_history() -> None:
+    body = chat(*LATER, CALLING, *LATER, RESULT, *LATER, USER)
+    checked = cli_check.check(json.dumps(body).encode(), CHAT, "openai")
+    assert checked.sequence is not None
+    assert {finding.reason for finding in checked.judgement.findings} >= {"result.misplaced"}
+    for finding in checked.judgement.findings:
+        assert 1 < len(list(cli_check.draw(finding, checked.sequence, body))) <= 9
+
+
+def test_check_draws_in_colour_on_a_terminal_and_never_in_a_pipe(
+    turngate: Turngate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = json.dumps(chat(USER, CALLING, *LATER, RESULT)).encode()
+    piped = turngate("check", "-", stdin=body)
+    assert "\x1b" not in piped.out
+    assert "╰─✗" not in piped.out
+    monkeypatch.setattr(cli, "out", Console(force_terminal=True, color_system="standard", width=160))
+    seen = turngate("check", "-", stdin=body)
+    assert re.search(r"\x1b\[31m    ╰─✗/messages/8 .*\x1b\[0m", seen.out)
+    assert seen.code == piped.code == 1
+
+
+def test_rules_tells_level_words_rule_and_date(turngate: Turngate) -> None:
+    said = turngate("rules", "--server", "anthropic", "--json")
+    rows = [json.loads(line) for line in said.out.splitlines()]
+    assert {(row["api"], row["server"]) for row in rows} == {(MESSAGES, "anthropic")}
+    (orphan,) = [row for row in rows if row["reason"] == "result.orphan" and row["rule"] == "A-B2"]
+    assert (orphan["level"], orphan["date"]) == ("hard", "2026-11")
+    table = turngate("rules", "--api", MESSAGES).out
+    assert MESSAGES in table
+    assert CHAT not in table
+    assert [word for word in ("result.orphan", "hard", "A-B2", "2026-11") if word not in table] == []
+
+
 USAGE: dict[str, tuple[list[str], str]] = {
     "no file is named": (["check"], "Missing argument"),
     "the file is not there": (["check", "absent.json"], "cannot read absent.json: No such file"),
     "an unknown dialect": (["check", "-", "--api", "smoke.signals"], "openai.chat"),
+    "a recording that is not there": (["replay", "absent.jsonl"], "cannot read absent.jsonl: No such file"),
+    "a server without rules": (["rules", "--server", "smoke"], "choose one of"),
     "an unknown option": (["check", "-", "--jsno"], "--jsno"),
     "an unknown command": (["chekc"], "chekc"),
     "two formats at once": (["query", "SELECT 1", "--json", "--csv"], "choose one"),
@@ -199,6 +313,8 @@ def test_check_tells_a_failure_of_our_own_with_70(
         "serve": ["--config", "--listen", "--metrics", "--admin", "--data-dir", "--stage", "--upstream"],
         "demo": ["--exit"],
         "check": ["--api", "--server", "--json", "Exit code"],
+        "replay": ["--json", "--stage", "--api", "Exit code"],
+        "rules": ["--api", "--server", "--json"],
         "query": ["--data-dir", "--json", "--csv", "--parquet", "--rows", "--seconds", "Exit code"],
         "rollout": ["show", "set"],
         "version": ["Print the version"],

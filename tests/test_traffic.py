@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from typing import Any, Final
 
 import pytest
 
-from turngate.adapters.dialect import Dialect, Trouble, Undecodable
+from turngate.adapters.dialect import Dialect, RequestContext, Trouble, Undecodable, context_of
 from turngate.adapters.levels import levels
 from turngate.adapters.registry import DIALECTS
 from turngate.validators.gate import Gate
 from turngate.validators.graph import MessageSequence
-from turngate.validators.rules import Level, judge
+from turngate.validators.rules import Level, Verdict, judge
 from turngate.validators.stream import Assembler, ChoiceFinished, Ending, Turn, TurnVerdict, calls_of
 
 SHARED = Path(os.environ.get("TURNGATE_SHARED") or Path(__file__).parents[2] / "shared")
@@ -36,6 +37,15 @@ APIS: Final = {
     "mistral.chat": ("openai.chat", "mistral"),
     "anthropic.messages": ("anthropic.messages", "anthropic"),
 }
+
+FAMILIES: Final = {
+    "deepseek": "deepseek",
+    "groq": "groq",
+    "openrouter": "openrouter",
+    "llamacpp": "llama.cpp",
+    "ollama": "ollama",
+}
+"""Which server's rules a host of a compatible server stands for, by a part of its name."""
 
 ACCEPTED_ONCE: Final = {
     "ddpy-132": "OLD: in 2024 the API did not check the id of a result; no newer recording shows that",
@@ -76,18 +86,33 @@ class Exchange:
     dialect: Dialect
     server: str
     body: Json
+    context: RequestContext
     status: int
     content_type: str
     answer: bytes
 
     @property
     def is_ours(self) -> bool:
-        """False for older formats that share the path: a text prompt, or a message that is a bare string."""
-        messages = self.body.get("messages")
-        return isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+        """False for an older format that shares the path: a text prompt."""
+        return isinstance(self.body.get("messages"), list)
+
+    @property
+    def messages(self) -> list[Json]:
+        return [message for message in self.body["messages"] if isinstance(message, dict)]
 
     def sequence(self) -> MessageSequence:
-        return self.dialect.parse_request(json.dumps(self.body, ensure_ascii=False).encode())
+        return self.dialect.parse_request(json.dumps(self.body, ensure_ascii=False).encode(), self.context)
+
+
+def server_at(host: str, server: str) -> str:
+    return server or next((name for part, name in FAMILIES.items() if part in host), "")
+
+
+def restored(text: str, server: str) -> str:
+    """One recorder put call_REDACTED_1 for every id. Where the form of an id is a rule, give them that form back."""
+    return (
+        re.sub(r"call_REDACTED_(\d+)", lambda m: f"redact{m[1]:0>3}", text) if server == "mistral" else text
+    )
 
 
 def answer_bytes(response: Json) -> bytes:
@@ -114,8 +139,9 @@ def read() -> Iterator[Exchange]:
             yield Exchange(
                 record["id"],
                 DIALECTS[api],
-                "deepseek" if "deepseek" in record["host"] else server,
-                json.loads(text) if text else request["body"] or {},
+                server_at(record["host"], server),
+                json.loads(restored(text or json.dumps(request["body"] or {}), server)),
+                context_of({name: str(value) for name, value in request["headers"].items()}),
                 response["status"],
                 content_type(response["headers"]),
                 answer_bytes(response),
@@ -160,7 +186,7 @@ def test_every_request_is_decoded_but_those_of_another_format() -> None:
 def blocks_on_the_wire(exchange: Exchange) -> int:
     """The pieces of all messages, counted in the plain JSON."""
     count = 0
-    for message in exchange.body["messages"]:
+    for message in exchange.messages:
         content = message.get("content")
         if message.get("role") in ("tool", "function"):
             count += 1
@@ -169,13 +195,16 @@ def blocks_on_the_wire(exchange: Exchange) -> int:
         if exchange.dialect.api == "openai.chat":
             count += len(message.get("tool_calls") or ())
             count += (message.get("refusal") is not None) + (message.get("function_call") is not None)
+            if message["role"] == "assistant":
+                count += sum(message.get(name) is not None for name in ("reasoning_content", "reasoning"))
     return count
 
 
 def test_no_block_is_lost() -> None:
     for exchange in requests():
         sequence = exchange.sequence()
-        assert len(sequence.blocks) == blocks_on_the_wire(exchange), exchange.id
+        strangers = len(exchange.body["messages"]) - len(exchange.messages)
+        assert len(sequence.blocks) - strangers == blocks_on_the_wire(exchange), exchange.id
         assert sequence.messages == len(exchange.body["messages"]), exchange.id
         assert len({block.at for block in sequence.blocks}) == len(sequence.blocks), exchange.id
 
@@ -184,6 +213,8 @@ def test_every_pointer_leads_to_its_block() -> None:
     for exchange in requests():
         for block in exchange.sequence().blocks:
             value: Any = exchange.body
+            if not isinstance(exchange.body["messages"][block.turn], dict):
+                continue
             for key in block.at.split("/")[1:]:
                 value = value[int(key) if isinstance(value, list) else key]
             if block.call_id is not None:
@@ -198,6 +229,18 @@ def test_nothing_that_a_provider_took_is_refused() -> None:
         if hard and exchange.status // 100 == 2:
             refused[exchange.id] = str(hard[0])
     assert refused.keys() == ACCEPTED_ONCE.keys(), refused
+
+
+def test_every_refusal_for_the_structure_of_the_messages_is_found() -> None:
+    lines = (SHARED / "traffic" / "refused.jsonl").read_text().splitlines() if exchanges() else []
+    structure = {record["id"] for line in lines if (record := json.loads(line))["class"] == "A"}
+    found = {}
+    for exchange in requests():
+        if exchange.id in structure:
+            judgement = judge(exchange.sequence(), levels(exchange.dialect.api, exchange.server))
+            found[exchange.id] = judgement.verdict
+    assert len(found) == 10
+    assert set(found.values()) == {Verdict.ILLEGAL}, found
 
 
 def fragments(data: bytes, rng: random.Random) -> Iterator[bytes]:

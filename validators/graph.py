@@ -48,11 +48,106 @@ class Kind(StrEnum):
     UNKNOWN = "unknown"
 
 
+class Check(StrEnum):
+    """Everything that is looked for in a request. Adapters notice what a single message tells (an `Oddity`), rules
+    what only several tell together. `REASONS` in `turngate.validators.checks` says what each is reported as."""
+
+    NO_MESSAGES = "no_messages"
+    NOT_A_MESSAGE = "not_a_message"
+    ROLE_UNKNOWN = "role_unknown"
+    ROLE_UNSUPPORTED = "role_unsupported"
+    ROLE_OF_MODEL = "role_of_model"
+    CALL_IN_WRONG_ROLE = "call_in_wrong_role"
+    RESULT_IN_WRONG_ROLE = "result_in_wrong_role"
+    MEDIA_IN_WRONG_ROLE = "media_in_wrong_role"
+    KIND_IN_WRONG_ROLE = "kind_in_wrong_role"
+    DOCUMENT_OF_ASSISTANT = "document_of_assistant"
+    CITATIONS_OF_USER = "citations_of_user"
+    KIND_OF_SYSTEM = "kind_of_system"
+    COMPACTION_OF_SYSTEM = "compaction_of_system"
+    COMPACTION_MISPLACED = "compaction_misplaced"
+    COMPACTION_REPEATED = "compaction_repeated"
+    COMPACTION_EMPTY = "compaction_empty"
+    ARGUMENTS_UNCLOSED = "arguments_unclosed"
+    ARGUMENTS_INVALID = "arguments_invalid"
+    ARGUMENTS_EMPTY = "arguments_empty"
+    ARGUMENTS_NO_OBJECT = "arguments_no_object"
+    ARGUMENTS_NO_TEXT = "arguments_no_text"
+    ID_REPEATED = "id_repeated"
+    ID_REUSED = "id_reused"
+    ID_PATTERN = "id_pattern"
+    ID_TOO_LONG = "id_too_long"
+    SERVER_ID_PATTERN = "server_id_pattern"
+    CALL_WITHOUT_ID = "call_without_id"
+    NAME_EMPTY = "name_empty"
+    NAME_PATTERN = "name_pattern"
+    RESULT_WITHOUT_ID = "result_without_id"
+    RESULT_WITHOUT_NAME = "result_without_name"
+    RESULT_AS_LIST = "result_as_list"
+    RESULT_ORPHAN = "result_orphan"
+    RESULT_MISMATCH = "result_mismatch"
+    RESULT_DUPLICATE = "result_duplicate"
+    RESULT_MISPLACED = "result_misplaced"
+    CALL_UNANSWERED = "call_unanswered"
+    CALL_STOOD_IN = "call_stood_in"
+    SERVER_CALL_UNANSWERED = "server_call_unanswered"
+    SERVER_TOOL_UNDECLARED = "server_tool_undeclared"
+    TOOL_UNDECLARED = "tool_undeclared"
+    PART_WITHOUT_TYPE = "part_without_type"
+    KIND_UNKNOWN = "kind_unknown"
+    KIND_WITHOUT_BETA = "kind_without_beta"
+    KIND_UNCERTAIN = "kind_uncertain"
+    PART_UNSUPPORTED = "part_unsupported"
+    AUDIO_OF_MODEL = "audio_of_model"
+    IMAGE_BY_ADDRESS = "image_by_address"
+    CALLS_EMPTY = "calls_empty"
+    CONTENT_NULL = "content_null"
+    CONTENT_OF_USER_EMPTY = "content_of_user_empty"
+    CONTENT_OF_ASSISTANT_EMPTY = "content_of_assistant_empty"
+    CONTENT_OF_SYSTEM_EMPTY = "content_of_system_empty"
+    TEXT_EMPTY = "text_empty"
+    TEXT_BLANK = "text_blank"
+    TEXT_OF_ASSISTANT_BLANK = "text_of_assistant_blank"
+    REFUSAL_MIXED = "refusal_mixed"
+    CALL_FORMS_MIXED = "call_forms_mixed"
+    REASONING_NOT_ECHOED = "reasoning_not_echoed"
+    REASONING_EMPTY = "reasoning_empty"
+    REASONING_NOT_FIRST = "reasoning_not_first"
+    REASONING_DISABLED = "reasoning_disabled"
+    REASONING_AT_END = "reasoning_at_end"
+    SIGNATURE_MISSING = "signature_missing"
+    SYSTEM_FIRST = "system_first"
+    SYSTEM_PLACE = "system_place"
+    SUCCESSION = "succession"
+    ALTERNATION = "alternation"
+    FIRST_ROLE = "first_role"
+    LAST_ROLE = "last_role"
+    PREFIX_NOT_LAST = "prefix_not_last"
+    PREFILL = "prefill"
+    PREFILL_BLANK = "prefill_blank"
+    ASSISTANTS_AT_END = "assistants_at_end"
+    TOOLS_EMPTY = "tools_empty"
+    TOOLS_MISSING = "tools_missing"
+    TOOL_NAME_PATTERN = "tool_name_pattern"
+    TOOL_NAME_REPEATED = "tool_name_repeated"
+    TOOL_WITHOUT_SCHEMA = "tool_without_schema"
+    TOOL_SCHEMA_TYPE = "tool_schema_type"
+    TOOL_WITHOUT_PARAMETERS = "tool_without_parameters"
+    CHOICE_WITHOUT_TOOLS = "choice_without_tools"
+    NO_CHOICE_WITHOUT_TOOLS = "no_choice_without_tools"
+    PARALLEL_WITHOUT_TOOLS = "parallel_without_tools"
+    CHOICE_UNDECLARED = "choice_undeclared"
+    CHOICE_NO_OBJECT = "choice_no_object"
+    MARKS_TOO_MANY = "marks_too_many"
+    WINDOW_EXCEEDED = "window_exceeded"
+    COMPLETION_BEYOND_WINDOW = "completion_beyond_window"
+
+
 class Block(msgspec.Struct, frozen=True, gc=False):
     """One piece of a message. `turn` is the message's index, `at` the JSON pointer into the provider's body.
 
     `call_id` is set on calls and results; None there means that the wire has no id to pair by (the legacy function
-    messages), or that the app left it out.
+    messages), or that the app left it out. `wire` is the wire's own name of the kind where the kind does not tell.
     """
 
     role: Role
@@ -61,6 +156,48 @@ class Block(msgspec.Struct, frozen=True, gc=False):
     at: str
     call_id: str | None = None
     name: str | None = None
+    wire: str = ""
+
+
+class Oddity(msgspec.Struct, frozen=True, gc=False):
+    """Something that one message, or a field beside the messages, has out of the ordinary: a fact, no judgement."""
+
+    check: Check
+    at: str
+    about: str = ""
+
+
+class Tool(msgspec.Struct, frozen=True, gc=False):
+    """A declared tool. `at` points to what holds its name; `wire` is the wire's type of tools that are not custom."""
+
+    name: str
+    at: str
+    wire: str = ""
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What stands beside the messages and bears on how they are read.
+
+    `thinking`: whether the request switches reasoning on or off; None where it does not say. `choice` is the one tool
+    that must be called. `tools` is None where none are declared.
+    """
+
+    model: str = ""
+    tools: tuple[Tool, ...] | None = None
+    choice: str | None = None
+    thinking: bool | None = None
+    continues_turn: bool = False
+    oddities: tuple[Oddity, ...] = ()
+    marks: tuple[str, ...] = ()
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """A model's window, and the least number of tokens that the messages can be; all in tokens."""
+
+    window: int
+    messages_min: int
+    completion_max: int
+    completion_at: str
 
 
 class MessageSequence(msgspec.Struct, frozen=True):
@@ -71,6 +208,8 @@ class MessageSequence(msgspec.Struct, frozen=True):
     is false there are no edges to look at.
     `continues` is true where the provider holds earlier turns itself, so that a result's call need not be in the body.
     `joins_assistant_turns` is true where the provider merges consecutive assistant messages into one turn.
+    `turns` has the role of each message, `marks` the pointers of what the app marks as cache borders in the messages.
+    `before` is the role of the message before the first one where only the end of a body is looked at.
     """
 
     api: str
@@ -83,6 +222,14 @@ class MessageSequence(msgspec.Struct, frozen=True):
     choices: int = 1
     continues: bool = False
     joins_assistant_turns: bool = False
+    turns: tuple[Role, ...] = ()
+    oddities: tuple[Oddity, ...] = ()
+    marks: tuple[str, ...] = ()
+    setting: Setting = Setting()
+    budget: Budget | None = None
+    before: Role | None = None
+    names_nested: bool = False
+    """A call's name stands in an object of its own on this wire, for pointers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +239,8 @@ class Edge:
     call: Block
     result: Block | None = None
     result_elsewhere: bool = False
+    stand_in: Block | None = None
+    """A result of another id that stands where this call's result belongs."""
 
 
 class Stray(StrEnum):
@@ -115,12 +264,19 @@ class Pairing:
     """Server tools' calls that nobody will answer any more: their result is nowhere and their turn is past."""
     paused: bool = False
     """The sequence ends with an assistant turn that waits for a server tool (a paused or mixed turn)."""
+    deferred: list[Block] = field(default_factory=list)
+    """The server tools' calls of a mixed last turn: they run when the client's results are in."""
+    repeated: list[Edge] = field(default_factory=list)
+    """Calls whose id another call of the same turn has."""
+    reused: dict[str, Edge] = field(default_factory=dict)
+    """The first call of each id that an earlier turn has had, by id."""
 
 
 def pair(sequence: MessageSequence) -> Pairing:
     """Link results to calls as the provider does. Linear in the number of blocks."""
     pairing = Pairing()
     run = _Run()
+    met: dict[str, Edge] = {}
     strays: list[tuple[Block, Stray, _Run]] = []
     for block in sequence.blocks:
         if block.role is Role.ASSISTANT:
@@ -129,7 +285,13 @@ def pair(sequence: MessageSequence) -> Pairing:
                 run = _Run(at_assistant=True)
             run.turn = block.turn
             if block.kind is Kind.TOOL_CALL:
-                pairing.edges.append(run.open(block))
+                edge = run.open(block)
+                pairing.edges.append(edge)
+                if (id_ := block.call_id) is not None:
+                    if len(run.by_id[id_]) > 1:
+                        pairing.repeated.append(edge)
+                    elif met.setdefault(id_, edge) is not edge:
+                        pairing.reused.setdefault(id_, edge)
             elif block.kind is Kind.SERVER_TOOL_CALL:
                 run.server_calls[block.call_id] = block
             elif block.kind is Kind.SERVER_TOOL_RESULT:
@@ -142,6 +304,8 @@ def pair(sequence: MessageSequence) -> Pairing:
         else:
             run.at_assistant = run.unbroken = False
     pairing.last_turn, pairing.paused = run.edges, run.at_assistant and bool(run.server_calls)
+    if run.edges and run.unbroken and not run.at_assistant:
+        pairing.deferred = list(run.server_calls.values())
     if run.edges and not run.unbroken:
         # A mixed turn goes on after its results alone; anything behind them ends the wait (anthropic-messages.md B12).
         pairing.server_calls += run.server_calls.values()
@@ -210,8 +374,12 @@ def _placed(pairing: Pairing, strays: list[tuple[Block, Stray, _Run]]) -> Iterat
         if edge.call.call_id is not None:
             calls.setdefault(edge.call.call_id, []).append(edge)
     for block, stray, run in strays:
-        if stray is Stray.WRONG_ID and not any(edge.result is None for edge in run.edges):
-            stray = Stray.UNKNOWN_ID  # the run is complete without it
+        if stray is Stray.WRONG_ID:
+            waiting = next((e for e in run.edges if e.result is None and e.stand_in is None), None)
+            if waiting is not None:
+                waiting.stand_in = block
+            else:
+                stray = Stray.UNKNOWN_ID  # the run is complete without it
         if stray in (Stray.UNKNOWN_ID, Stray.WRONG_ID) and block.call_id in calls:
             unanswered = [edge for edge in calls[block.call_id] if edge.result is None]
             for edge in unanswered:

@@ -1,58 +1,35 @@
-"""The request rules: one function each, in one table, and the verdict they add up to.
+"""The request rules in one table, and the verdict they add up to.
 
 A rule names no provider. Whether what it finds is refused by the provider behind this request is data (a level per
-reason, see `turngate.adapters.levels`); the stage decides later what to do about it.
+check, see `turngate.adapters.levels`); the stage decides later what to do about it. The rules themselves stand by
+subject in `edges`, `turns` and `shapes`; what a single message tells, the adapter has noticed already.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final
 
 import msgspec
 
-from turngate.validators.graph import MessageSequence, Pairing, Stray, pair
+from turngate.validators import edges, shapes, turns
+from turngate.validators.checks import (
+    OFF,
+    RANK,
+    REASONS,
+    Fault,
+    Grade,
+    Level,
+    Levels,
+    Profile,
+    Reason,
+    profile_of,
+    quoted,
+)
+from turngate.validators.graph import Check, MessageSequence, Pairing, pair
 
-
-class Reason(StrEnum):
-    """The closed list of reasons: one word in code, error bodies, metrics, tables and docs."""
-
-    CALL_UNANSWERED = "call.unanswered"
-    RESULT_ORPHAN = "result.orphan"
-    RESULT_DUPLICATE = "result.duplicate"
-    RESULT_MISPLACED = "result.misplaced"
-    RESULT_MISMATCH = "result.mismatch"
-
-    CALL_ARGUMENTS_UNCLOSED = "call.arguments_unclosed"
-    CALL_ARGUMENTS_INVALID = "call.arguments_invalid"
-    CALL_BAD_NAME = "call.bad_name"
-    STREAM_TRUNCATED = "stream.truncated"
-    STREAM_NO_STOP = "stream.no_stop"
-    STREAM_STALLED = "stream.stalled"
-    STREAM_ERROR_EVENT = "stream.error_event"
-    STREAM_BAD_FRAMING = "stream.bad_framing"
-    STREAM_CALL_ID_MISSING = "stream.call_id_missing"
-    STREAM_CALL_ID_CONFLICT = "stream.call_id_conflict"
-    STREAM_TOOL_STOP_WITHOUT_CALL = "stream.tool_stop_without_call"
-    STREAM_LENGTH_LIMITED = "stream.length_limited"
-    STREAM_FILTERED = "stream.filtered"
-
-    DISPATCH_CONFLICT = "dispatch.conflict"
-    DISPATCH_UNKNOWN_OUTCOME = "dispatch.unknown_outcome"
-    DISPATCH_UNSENT = "dispatch.unsent"
-    LIMIT_BODY = "limit.body"
-    LIMIT_HOLD = "limit.hold"
-    BODY_UNDECODABLE = "body.undecodable"
-    SURFACE_UNCOVERED = "surface.uncovered"
-    INTERNAL = "internal"
-
-
-class Level(StrEnum):
-    """What the provider does about a finding."""
-
-    HARD = "hard"  # it refuses the request: there is evidence
-    SOFT = "soft"  # it accepts the request, and the meaning is broken; or nobody knows
-    OFF = "off"
+__all__ = ["Finding", "Judgement", "Level", "Levels", "Reason", "Verdict", "judge", "quoted"]
 
 
 class Verdict(StrEnum):
@@ -85,130 +62,112 @@ class Judgement(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...] = ()
 
 
-Levels = Mapping[Reason, Level]
-"""The level of each reason at the provider that will read the request; a reason that is missing is off."""
-
-
 _LEGAL: Final = Judgement(Verdict.LEGAL)
+
+Found = tuple[Check, Level, Fault]
+EdgeRule = Callable[[MessageSequence, Pairing, Profile], Iterator[Fault]]
+TurnRule = Callable[[MessageSequence, Profile], Iterator[Fault]]
 
 
 def judge(sequence: MessageSequence, levels: Levels) -> Judgement:
     """Apply every rule that is on. Only hard findings make a sequence illegal or waiting."""
-    if not sequence.uses_tools:
-        return _LEGAL  # all rules so far are about tool edges
-    pairing = pair(sequence)
-    findings: list[Finding] = []
-    for reason, rule in RULES.items():
-        level = levels.get(reason, Level.OFF)
-        if level is not Level.OFF:
-            findings += (Finding(reason, level, *fault) for fault in rule(sequence, pairing))
-    if not findings:
+    profile = profile_of(levels)
+    turn_rules, edge_rules = _active(profile)
+    found: list[Found] = []
+    model = sequence.model
+    for oddities in (sequence.oddities, sequence.setting.oddities):
+        for oddity in oddities:
+            level = profile.grades.get(oddity.check, OFF).of(model)
+            if level is not Level.OFF:
+                found.append((oddity.check, level, shapes.worded(oddity)))
+    for check, turn_rule, grade in turn_rules:
+        for fault in turn_rule(sequence, profile):
+            found.append((check, grade.of(model), fault))
+    pairing: Pairing | None = None
+    if sequence.uses_tools:  # else there are no edges to look at
+        pairing = pair(sequence)
+        for check, edge_rule, grade in edge_rules:
+            for fault in edge_rule(sequence, pairing, profile):
+                found.append((check, grade.of(model), fault))
+    found = [entry for entry in found if entry[1] is not Level.OFF]
+    if not found:
         return _LEGAL
     # Hard ones first, else in the order of the table: a result in the wrong place says more than the open call it leaves.
-    findings.sort(key=lambda finding: finding.level is not Level.HARD)
-    return Judgement(_verdict(findings, pairing), tuple(findings))
+    found.sort(key=lambda entry: (entry[1] is not Level.HARD, RANK[entry[0]]))
+    return Judgement(
+        _verdict(found, pairing),
+        tuple(Finding(REASONS[check], level, *fault) for check, level, fault in found),
+    )
 
 
-def _verdict(findings: list[Finding], pairing: Pairing) -> Verdict:
-    hard = [finding for finding in findings if finding.level is Level.HARD]
+def _verdict(found: list[Found], pairing: Pairing | None) -> Verdict:
+    hard = [(check, fault) for check, level, fault in found if level is Level.HARD]
     if not hard:
         return Verdict.LEGAL
-    still_open = {edge.call.at for edge in pairing.last_turn}
-    if all(finding.reason is Reason.CALL_UNANSWERED and finding.at in still_open for finding in hard):
+    still_open = {edge.call.at for edge in pairing.last_turn} if pairing is not None else set()
+    if all(REASONS[check] is Reason.CALL_UNANSWERED and fault[0] in still_open for check, fault in hard):
         return Verdict.WAITING
     return Verdict.ILLEGAL
 
 
-Fault = tuple[str, str, str]
-"""(at, message, remedy)."""
+@lru_cache(maxsize=64)
+def _active(
+    profile: Profile,
+) -> tuple[tuple[tuple[Check, TurnRule, Grade], ...], tuple[tuple[Check, EdgeRule, Grade], ...]]:
+    """The rules that this server has switched on. Profiles are few; the cache is bounded for the sake of tests."""
+    grades = {check: profile.grades.get(check, OFF) for check in RANK}
+    on = {check for check, grade in grades.items() if grade.level is not Level.OFF}
+    return (
+        tuple((check, rule, grades[check]) for check, rule in TURN_RULES.items() if check in on),
+        tuple((check, rule, grades[check]) for check, rule in EDGE_RULES.items() if check in on),
+    )
 
 
-def result_orphan(sequence: MessageSequence, pairing: Pairing) -> Iterator[Fault]:
-    """A result whose call is nowhere. Where the provider holds earlier turns, the call may be among those."""
-    if sequence.continues:
-        return
-    for block, stray in pairing.strays:
-        if stray is Stray.UNKNOWN_ID:
-            yield (
-                block.at,
-                f"no tool call has id {quoted(block.call_id)}.",
-                "Send the assistant message with that call before it, or drop the result.",
-            )
-
-
-def result_mismatch(sequence: MessageSequence, pairing: Pairing) -> Iterator[Fault]:
-    """A result stands where an open call's result belongs, with an id that no call has."""
-    if sequence.continues:
-        return
-    for block, stray in pairing.strays:
-        if stray is Stray.WRONG_ID:
-            yield (
-                f"{block.at}/{sequence.result_id_key}",
-                f"id {quoted(block.call_id)} is no call of the assistant message it answers.",
-                "Give the result the id of the call that waits for it.",
-            )
-
-
-def result_duplicate(_: MessageSequence, pairing: Pairing) -> Iterator[Fault]:
-    """A second result for one call."""
-    for block, stray in pairing.strays:
-        if stray is Stray.REPEATED:
-            yield (
-                block.at,
-                f"call {quoted(block.call_id)} has a result already.",
-                "Keep one result per call.",
-            )
-
-
-def result_misplaced(_: MessageSequence, pairing: Pairing) -> Iterator[Fault]:
-    """A result that does not stand in the run right behind its call."""
-    for block, stray in pairing.strays:
-        if stray is Stray.ELSEWHERE:
-            yield (
-                block.at,
-                f"the result of call {quoted(block.call_id)} does not directly follow the assistant message that made it.",
-                "Put all results right behind that message, before anything else.",
-            )
-
-
-def call_unanswered(_: MessageSequence, pairing: Pairing) -> Iterator[Fault]:
-    """A call without a result. Calls the wire gives no id cannot be checked and are left alone."""
-    paused = pairing.last_turn if pairing.paused else ()
-    for edge in pairing.edges:
-        if (
-            edge.result is None
-            and not edge.result_elsewhere
-            and edge.call.call_id is not None
-            and edge not in paused
-        ):
-            yield (
-                edge.call.at,
-                f"tool call {quoted(edge.call.call_id)} has no result.",
-                "Send its result (success, error or cancelled) right behind the assistant message.",
-            )
-    for call in pairing.server_calls:
-        yield (
-            call.at,
-            f"the server's tool call {quoted(call.call_id)} has no result, and the turn that waits for it is past.",
-            "Send the assistant messages as the provider gave them, or drop the call.",
-        )
-
-
-RULES: Final[Mapping[Reason, Callable[[MessageSequence, Pairing], Iterator[Fault]]]] = {
-    Reason.RESULT_ORPHAN: result_orphan,
-    Reason.RESULT_MISMATCH: result_mismatch,
-    Reason.RESULT_DUPLICATE: result_duplicate,
-    Reason.RESULT_MISPLACED: result_misplaced,
-    Reason.CALL_UNANSWERED: call_unanswered,
+TURN_RULES: Final[Mapping[Check, TurnRule]] = {
+    Check.ROLE_UNSUPPORTED: turns.role_unsupported,
+    Check.ROLE_OF_MODEL: turns.role_of_model,
+    Check.SUCCESSION: turns.succession,
+    Check.ALTERNATION: turns.alternation,
+    Check.FIRST_ROLE: turns.first_role,
+    Check.SYSTEM_FIRST: turns.system_first,
+    Check.SYSTEM_PLACE: turns.system_place,
+    Check.LAST_ROLE: turns.last_role,
+    Check.PREFILL: turns.prefill,
+    Check.ASSISTANTS_AT_END: turns.assistants_at_end,
+    Check.REASONING_NOT_ECHOED: turns.reasoning_not_echoed,
+    Check.REASONING_EMPTY: turns.reasoning_empty,
+    Check.REASONING_NOT_FIRST: turns.reasoning_not_first,
+    Check.REASONING_DISABLED: turns.reasoning_disabled,
+    Check.REASONING_AT_END: turns.reasoning_at_end,
+    Check.PART_UNSUPPORTED: shapes.part_unsupported,
+    Check.AUDIO_OF_MODEL: shapes.audio_of_model,
+    Check.TOOL_NAME_PATTERN: shapes.tool_name_pattern,
+    Check.TOOL_NAME_REPEATED: shapes.tool_name_repeated,
+    Check.CHOICE_UNDECLARED: shapes.choice_undeclared,
+    Check.TOOLS_MISSING: shapes.tools_missing,
+    Check.MARKS_TOO_MANY: shapes.marks_too_many,
+    Check.WINDOW_EXCEEDED: shapes.window_exceeded,
+    Check.COMPLETION_BEYOND_WINDOW: shapes.completion_beyond_window,
 }
-"""In order of how much a finding says about the fault."""
+"""Rules that look at turns, blocks and what is declared."""
 
-QUOTED_CHARACTERS_MAX: Final = 64
-
-
-def quoted(text: str | None) -> str:
-    """An id from the app's body, fit for a message: printable, at most 64 characters, in quotes."""
-    if text is None:
-        return "(none)"
-    shown = "".join(c if c.isprintable() else "?" for c in text[:QUOTED_CHARACTERS_MAX])
-    return f'"{shown}…"' if len(text) > QUOTED_CHARACTERS_MAX else f'"{shown}"'
+EDGE_RULES: Final[Mapping[Check, EdgeRule]] = {
+    Check.RESULT_ORPHAN: edges.result_orphan,
+    Check.RESULT_MISMATCH: edges.result_mismatch,
+    Check.RESULT_DUPLICATE: edges.result_duplicate,
+    Check.RESULT_MISPLACED: edges.result_misplaced,
+    Check.CALL_UNANSWERED: edges.call_unanswered,
+    Check.CALL_STOOD_IN: edges.call_stood_in,
+    Check.SERVER_CALL_UNANSWERED: edges.server_call_unanswered,
+    Check.SERVER_TOOL_UNDECLARED: edges.server_tool_undeclared,
+    Check.TOOL_UNDECLARED: edges.tool_undeclared,
+    Check.ID_REPEATED: edges.id_repeated,
+    Check.ID_REUSED: edges.id_reused,
+    Check.CALL_WITHOUT_ID: edges.call_without_id,
+    Check.ID_PATTERN: edges.id_pattern,
+    Check.ID_TOO_LONG: edges.id_too_long,
+    Check.SERVER_ID_PATTERN: edges.server_id_pattern,
+    Check.NAME_EMPTY: edges.name_empty,
+    Check.NAME_PATTERN: edges.name_pattern,
+}
+"""Rules that look at calls and results; run only where there are tools."""

@@ -7,10 +7,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from turngate.proxy.simulator.http import Received
-from turngate.proxy.simulator.scenario import SCENARIOS, Scenario, ScenarioError, load
+from turngate.proxy.simulator.scenario import SCENARIOS, Scenario, ScenarioError, Server, load
 from turngate.proxy.simulator.server import Simulator
 
 GREEN: Final = "\x1b[32m"
@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shipped = ", ".join(sorted(path.name for path in SCENARIOS.glob("*.json")))
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: any free port")
     parser.add_argument("--scenario", metavar="FILE", help=f"a JSON file, or one that comes along: {shipped}")
+    parser.add_argument("--server", choices=get_args(Server), help="whose refusals; default: the scenario's")
     options = parser.parse_args(arguments)
     host, _, port = options.listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scenario = load(_scenario_file(options.scenario))
     except ScenarioError as exc:
         parser.error(str(exc))
+    if options.server is not None:
+        scenario = scenario.model_copy(update={"server": options.server})
     try:
         asyncio.run(_serve(scenario, host.strip("[]"), int(port)))
     except OSError as exc:

@@ -1,7 +1,8 @@
-"""OpenAI Chat Completions: reading requests, the provider's own refusals, answers as JSON and as events."""
+"""OpenAI Chat Completions: reading requests, answers as JSON and as events. Refusals are in `refusals_chat`."""
 
 from typing import Final
 
+from turngate.proxy.simulator import refusals_chat
 from turngate.proxy.simulator.dialect import (
     CREATED_S,
     MODELS,
@@ -20,6 +21,8 @@ from turngate.proxy.simulator.dialect import (
 )
 
 NAME: Final = "chat"
+
+refuse = refusals_chat.refuse
 
 FAILURE: Final = Refusal(
     "The server had an error while processing your request. Sorry about that!", "server_error", status=500
@@ -63,75 +66,6 @@ def _last_results(messages: list[Json]) -> tuple[str, ...]:
             break
         results.append(text_of(message.get("content")))
     return tuple(reversed(results))
-
-
-def refuse(body: Json) -> Refusal | None:
-    """The sequence check: each run of tool messages answers the calls of the assistant message before it."""
-    if not isinstance(body.get("messages"), list):
-        return Refusal("Missing required parameter: 'messages'.", param="messages")
-    messages = objects(body["messages"])
-    if not messages:
-        return Refusal(
-            "Invalid 'messages': empty array. Expected an array with minimum length 1, "
-            "but got an empty array instead.",
-            param="messages",
-        )
-    called: list[str] = []
-    answered: dict[str, int] = {}
-    for at, message in enumerate(messages):
-        if message.get("role") == "tool":
-            if refusal := _refuse_result(message, at, called, answered):
-                return refusal
-            answered[message["tool_call_id"]] = at
-            continue
-        if refusal := _refuse_unanswered(at, called, answered):
-            return refusal
-        called, answered = _calls(message), {}
-    # The provider's param for calls left open at the very end is not known; the last message is the nearest.
-    return _refuse_unanswered(len(messages) - 1, called, answered)
-
-
-def _calls(message: Json) -> list[str]:
-    if message.get("role") != "assistant":
-        return []
-    return [string(call.get("id")) for call in objects(message.get("tool_calls"))]
-
-
-def _refuse_result(message: Json, at: int, called: list[str], answered: dict[str, int]) -> Refusal | None:
-    if not called:
-        return Refusal(
-            "Invalid parameter: messages with role 'tool' must be a response to a preceeding message "
-            "with 'tool_calls'.",
-            param=f"messages.[{at}].role",
-        )
-    param, id_ = f"messages.[{at}].tool_call_id", message.get("tool_call_id")
-    if not isinstance(id_, str):
-        return Refusal(
-            "Missing parameter 'tool_call_id': messages with role 'tool' must have a 'tool_call_id'.",
-            param=param,
-        )
-    if id_ not in called:
-        return Refusal(
-            f"Invalid parameter: 'tool_call_id' of '{id_}' not found in 'tool_calls' of previous message.",
-            param=param,
-        )
-    if id_ in answered:
-        places = f"messages[{answered[id_]}] and messages[{at}]"
-        return Refusal(
-            f"Invalid parameter: Duplicate value for 'tool_call_id' of '{id_}', in {places}.", param=param
-        )
-    return None
-
-
-def _refuse_unanswered(at: int, called: list[str], answered: dict[str, int]) -> Refusal | None:
-    missing = [id_ for id_ in called if id_ not in answered]
-    if not missing:
-        return None
-    return Refusal(
-        "An assistant message with 'tool_calls' must be followed by tool messages responding to each "
-        f"'tool_call_id'. The following tool_call_ids did not have response messages: {', '.join(missing)}",
-        param=f"messages.[{at}].role",
-    )
 
 
 def models() -> Json:
@@ -211,7 +145,7 @@ def _frame(value: Json) -> bytes:
 
 def error(refusal: Refusal, number: int) -> Json:
     # The request id stands in a header only.
-    detail = {"message": refusal.message, "type": refusal.type, "param": refusal.param, "code": None}
+    detail = {"message": refusal.message, "type": refusal.type, "param": refusal.param, "code": refusal.code}
     return {"error": detail}
 
 

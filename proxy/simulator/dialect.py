@@ -69,10 +69,12 @@ class Refusal:
     type: str = "invalid_request_error"
     param: str | None = None
     status: int = 400
+    code: str | None = None
+    """OpenAI's `code`, Anthropic's `details.error_code`."""
 
 
 class Dialect(Protocol):
-    """One wire format. The modules `chat` and `messages` are of this type."""
+    """One wire format. The modules `chat`, `messages` and `responses` are of this type."""
 
     @property
     def NAME(self) -> str: ...

@@ -92,7 +92,9 @@ class RequestReader:
         self._size += len(data)
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+        except httptools.HttpParserUpgrade:
+            pass  # the request is whole, and the last: it gets an answer in HTTP, and its connection ends
+        except httptools.HttpParserError as exc:
             raise MalformedRequest(HTTPStatus.BAD_REQUEST) from exc
         complete, self._complete = self._complete, []
         if complete:
@@ -125,7 +127,7 @@ class RequestReader:
             path=self._target.decode("latin-1"),
             headers=self._headers,
             http_version=self._parser.get_http_version(),
-            keep_alive=self._parser.should_keep_alive(),
+            keep_alive=self._parser.should_keep_alive() and not self._parser.should_upgrade(),
             body=b"".join(self._body),
         )
         self._complete.append(received)

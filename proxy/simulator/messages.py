@@ -1,10 +1,9 @@
-"""Anthropic Messages: reading requests, the provider's own refusals, answers as JSON and as events."""
+"""Anthropic Messages: reading requests, answers as JSON and as events. Refusals are in `refusals_messages`."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Final
 
+from turngate.proxy.simulator import refusals_messages
 from turngate.proxy.simulator.dialect import (
     MODELS,
     Call,
@@ -23,6 +22,8 @@ from turngate.proxy.simulator.dialect import (
 )
 
 NAME: Final = "messages"
+
+refuse = refusals_messages.refuse
 
 FAILURE: Final = Refusal("Overloaded", "overloaded_error", status=529)
 
@@ -72,98 +73,9 @@ def _last_results(messages: list[Json]) -> tuple[str, ...]:
     return tuple(results)
 
 
-@dataclass(slots=True)
-class _Turn:
-    """An assistant turn and the user turn after it; neighbours of one role are one turn."""
-
-    assistant_at: int | None = None
-    """Index of the assistant message; None before the first."""
-    calls: list[str] = field(default_factory=list)
-    server_calls: set[str] = field(default_factory=set)
-    """Server tools without a result yet: the provider itself will go on with this turn."""
-    replies: list[tuple[str, Json]] = field(default_factory=list)
-    """What the user turn holds: place in the provider's notation, block."""
-
-
-def refuse(body: Json) -> Refusal | None:
-    """The sequence check: results come first in the user turn after their calls, each once, none missing."""
-    if not isinstance(body.get("messages"), list):
-        return Refusal("messages: Field required")
-    if not body["messages"]:
-        return Refusal("messages: at least one message is required")
-    continued = mapping(body.get("thread")).get("type") == "continue"
-    for turn in _turns(objects(body["messages"])):
-        # The calls of a continued thread are on the provider's side: its first results are no orphans.
-        known = turn.assistant_at is not None or not continued
-        if refusal := _refuse_results(turn, known) or _refuse_unanswered(turn):
-            return refusal
-    return None
-
-
-def _turns(messages: list[Json]) -> Iterator[_Turn]:
-    turn = _Turn()
-    for at, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            # A system message inside the history counts like text: it ends the run of results.
-            turn.replies += [(f"messages.{at}.content.{n}", b) for n, b in enumerate(_blocks(message))]
-            continue
-        if turn.replies:
-            yield turn
-            turn = _Turn()
-        turn.assistant_at = at
-        for block in _blocks(message):
-            kind, id_ = string(block.get("type")), string(block.get("id"))
-            if kind == "tool_use":
-                turn.calls.append(id_)
-            elif kind.endswith("_tool_use"):
-                turn.server_calls.add(id_)
-            elif kind.endswith("_tool_result"):
-                turn.server_calls.discard(string(block.get("tool_use_id")))
-    yield turn
-
-
 def _blocks(message: Json) -> list[Json]:
     content = message.get("content")
     return [{"type": "text", "text": content}] if isinstance(content, str) else objects(content)
-
-
-def _refuse_results(turn: _Turn, calls_known: bool) -> Refusal | None:
-    seen: set[str] = set()
-    for place, block in turn.replies:
-        if block.get("type") != "tool_result":
-            continue
-        id_ = string(block.get("tool_use_id"))
-        if calls_known and id_ not in turn.calls:
-            return Refusal(
-                f"{place}: unexpected `tool_use_id` found in `tool_result` blocks: {id_}. Each `tool_result` "
-                "block must have a corresponding `tool_use` block in the previous message."
-            )
-        if id_ in seen:
-            return Refusal(
-                f"{place}: each tool_use must have a single result. "
-                f"Found multiple `tool_result` blocks with id: {id_}"
-            )
-        seen.add(id_)
-    return None
-
-
-def _refuse_unanswered(turn: _Turn) -> Refusal | None:
-    if turn.server_calls and not turn.replies:
-        # Only the last turn has no replies.
-        return None
-    leading: set[str] = set()
-    for _, block in turn.replies:
-        if block.get("type") != "tool_result":
-            break
-        leading.add(string(block.get("tool_use_id")))
-    missing = [id_ for id_ in turn.calls if id_ not in leading]
-    if not missing:
-        return None
-    return Refusal(
-        f"messages.{turn.assistant_at}: `tool_use` ids were found without `tool_result` blocks immediately "
-        f"after: {', '.join(missing)}. Each `tool_use` block must have a corresponding `tool_result` block "
-        "in the next message."
-    )
 
 
 def models() -> Json:
@@ -240,7 +152,9 @@ def _event(kind: str, **fields: object) -> bytes:
 
 
 def error(refusal: Refusal, number: int) -> Json:
-    detail = {"type": refusal.type, "message": refusal.message}
+    detail: Json = {"type": refusal.type, "message": refusal.message}
+    if refusal.code is not None:
+        detail["details"] = {"error_code": refusal.code}
     return {"type": "error", "error": detail, "request_id": _request_id(number)}
 
 

@@ -4,14 +4,20 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-from turngate.proxy.simulator import agent, chat, messages
+from turngate.proxy.simulator import agent, chat, messages, responses
 from turngate.proxy.simulator.dialect import Call, Dialect, Json, Prompt, Refusal, Reply, encode
 from turngate.proxy.simulator.http import Received, Response
+from turngate.proxy.simulator.refusals_messages import Asked
 from turngate.proxy.simulator.scenario import Answer, ErrorEvent, Scenario, Step, When
+from turngate.proxy.simulator.servers import SERVERS, Server
 
 Headers = list[tuple[str, str]]
 
-DIALECTS: Final[Mapping[str, Dialect]] = {"/chat/completions": chat, "/messages": messages}
+DIALECTS: Final[Mapping[str, Dialect]] = {
+    "/chat/completions": chat,
+    "/messages": messages,
+    "/responses": responses,
+}
 
 # The same instant as `CREATED_S`.
 DATE: Final = "Tue, 14 Nov 2023 22:13:20 GMT"
@@ -32,6 +38,10 @@ class Provider:
         self.scenario = scenario
         self._used = [0] * len(scenario.steps)
 
+    @property
+    def _server(self) -> Server:
+        return SERVERS[self.scenario.server]
+
     def respond(self, request: Received) -> Response:
         self._number += 1
         path = request.path.partition("?")[0].rstrip("/")
@@ -39,13 +49,16 @@ class Provider:
         if request.method == "GET" and path.endswith("/models"):
             known = chat if request.header(b"anthropic-version") is None else messages
             return self._json(known, 200, known.models())
+        if (request.header(b"upgrade") or b"").lower() == b"websocket":
+            # Codex asks for a WebSocket first, and goes on over HTTP after this status only.
+            return self._refusal(chat, Refusal("WebSockets are not served here.", status=426))
         if dialect is None or request.method != "POST":
             unknown = Refusal(f"Invalid URL ({request.method} {path})", status=404)
             return self._refusal(chat, unknown, bodiless=request.method == "HEAD")
         body = _decoded(request.body)
         if body is None:
             return self._refusal(dialect, Refusal("The body of the request is not a JSON object."))
-        if self.scenario.refusals and (refusal := dialect.refuse(body)):
+        if self.scenario.refusals and (refusal := self._server.refuse(dialect, body, _asked(request))):
             return self._refusal(dialect, refusal)
         prompt = dialect.read(body)
         return self._answer(dialect, prompt, self._step(dialect, prompt))
@@ -62,7 +75,7 @@ class Provider:
         answer = step.answer
         if answer and answer.error:
             error = answer.error
-            parts = [encode(dialect.error(Refusal(error.message, error.type), self._number))]
+            parts = [encode(self._server.error(dialect, Refusal(error.message, error.type), self._number))]
             return self._response(dialect, parts, step, error.status)
         if answer and answer.frames is not None:
             return self._response(dialect, [frame.encode() for frame in answer.frames], step, streamed=True)
@@ -77,7 +90,7 @@ class Provider:
         return self._response(dialect, [encode(dialect.answer(reply))], step)
 
     def _refusal(self, dialect: Dialect, refusal: Refusal, *, bodiless: bool = False) -> Response:
-        body = dialect.error(refusal, self._number)
+        body = self._server.error(dialect, refusal, self._number)
         return self._json(dialect, refusal.status, body, bodiless=bodiless)
 
     def _json(self, dialect: Dialect, status: int, body: Json, *, bodiless: bool = False) -> Response:
@@ -106,6 +119,11 @@ def _changed(headers: Headers, changes: Mapping[str, str | None]) -> tuple[tuple
     replaced = {name.lower() for name in changes}
     kept = [(name, value) for name, value in headers if name not in replaced]
     return (*kept, *((name, value) for name, value in changes.items() if value is not None))
+
+
+def _asked(request: Received) -> Asked:
+    version, betas = (request.header(name) or b"" for name in (b"anthropic-version", b"anthropic-beta"))
+    return Asked(version.decode("latin-1"), betas.decode("latin-1"))
 
 
 def _decoded(body: bytes) -> Json | None:

@@ -58,7 +58,7 @@ class _Model(BaseModel):
 class When(_Model):
     """Conditions on a request; all that are set must hold."""
 
-    dialect: Literal["chat", "messages"] | None = None
+    dialect: Literal["chat", "messages", "responses"] | None = None
     stream: bool | None = None
     model: str | None = None
     contains: str | None = None
@@ -155,9 +155,14 @@ class Step(_Model):
         return 1 if self.times is None and self.when is None else self.times
 
 
+Server = Literal["openai", "azure", "deepseek", "mistral", "vllm", "ollama"]
+"""Whose rules and errors are played; `servers` has them."""
+
+
 class Scenario(_Model):
     description: str = ""
     refusals: bool = True
+    server: Server = "openai"
     steps: list[Step] = []
 
 
