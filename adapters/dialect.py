@@ -1,7 +1,7 @@
 """What every wire format's file offers, and the error all of them raise on a body they cannot read."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -41,16 +41,16 @@ class RequestContext:
 NO_CONTEXT: Final = RequestContext()
 
 
-def context_of(headers: Mapping[str, str], window: int | None = None) -> RequestContext:
+def context_of(headers: Iterable[tuple[bytes, bytes]], window: int | None = None) -> RequestContext:
     """The context that a request's headers give; names in any case. All headers must be there."""
     version: str | None = None
     betas: set[str] = set()
-    for name, value in headers.items():
+    for name, value in headers:
         match name.lower():
-            case "anthropic-version":
-                version = value.strip()
-            case "anthropic-beta":
-                betas |= {beta.strip() for beta in value.split(",") if beta.strip()}
+            case b"anthropic-version":
+                version = value.decode("latin-1").strip()
+            case b"anthropic-beta":
+                betas |= {beta.strip() for beta in value.decode("latin-1").split(",") if beta.strip()}
     return RequestContext(version, frozenset(betas), window)
 
 

@@ -15,7 +15,7 @@ from hashlib import blake2b, sha256
 from typing import Final
 
 from turngate.adapters import levels, registry
-from turngate.adapters.dialect import Dialect, Trouble, Undecodable
+from turngate.adapters.dialect import Dialect, Trouble, Undecodable, context_of
 from turngate.proxy import wire
 from turngate.proxy.app_side import App, AppGone
 from turngate.proxy.config import Settings
@@ -222,11 +222,16 @@ class Exchange:
         services, record = self.services, self.record
         began = services.monotonic()
         try:
-            judged = services.judge.judge(dialect, body, levels.levels(dialect.api, route.target.server))
+            judged = services.judge.judge(
+                dialect,
+                body,
+                levels.levels(dialect.api, route.target.server),
+                context_of(self.app.head.headers),
+            )
             record.judge_s = services.monotonic() - began
             return self._judged(route, judged)
-        except Undecodable:
-            record.unjudged(Reason.BODY_UNDECODABLE)
+        except Undecodable as error:
+            record.unjudged(error.reason)
         except Exception as error:  # noqa: BLE001 - a rule that fails must not stop the request it looks at
             record.failed("judge", error)
             record.unjudged(Reason.INTERNAL)

@@ -106,7 +106,8 @@ class Line(msgspec.Struct):
     def request_context(self) -> RequestContext:
         """Recorders leave headers out, so that nothing may be concluded from a header that is not there."""
         headers = {name: str(value) for name, value in self.request.headers.items()}
-        context = context_of(headers, self.context.model_context_window if self.context is not None else None)
+        wire = ((name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items())
+        context = context_of(wire, self.context.model_context_window if self.context is not None else None)
         return context if context.betas else dataclasses.replace(context, betas=None)
 
 

@@ -326,7 +326,13 @@ def test_arguments_are_whole_unclosed_or_invalid(text: str, expected: Reason | N
 
 
 def documents() -> st.SearchStrategy[object]:
-    leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+    leaves = (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text()
+    )
     return st.recursive(
         leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
     )

@@ -383,7 +383,7 @@ SINGLE_EDITS: dict[str, tuple[str, Callable[[Any], bool], Edit, Reason | None]] 
     "an empty user": (MESSAGES, of_role("user"), put("content", []), Reason.BLOCK_EMPTY),
     "text behind all else": (MESSAGES, of_role("assistant"), put_block_last(TEXT_BLOCK), None),
 }
-"""(api, which messages, edit, the reason that comes first or None where it stays legal)."""
+"""(api, which messages, edit, the reason it must be refused for or None where it stays legal)."""
 
 
 @pytest.mark.parametrize(("api", "fits", "edit", "reason"), SINGLE_EDITS.values(), ids=SINGLE_EDITS)
@@ -405,4 +405,5 @@ def test_each_edit_of_one_message_is_found_where_it_was_made(
         assert not hard(judgement)
         return
     assert judgement.verdict is Verdict.ILLEGAL
-    assert (judgement.findings[0].reason, judgement.findings[0].at) == (reason, at)
+    # What stood behind a message that was emptied may have lost its place besides.
+    assert (reason, at) in [(finding.reason, finding.at) for finding in hard(judgement)]

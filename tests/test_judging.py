@@ -139,7 +139,7 @@ def messages_turn(rng: random.Random) -> list[Json]:
 
 
 TURN = {CHAT: chat_turn, MESSAGES: messages_turn}
-TOOLS = {
+TOOLS: dict[str, list[Json]] = {
     CHAT: [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     MESSAGES: [
         {"name": "f", "input_schema": {"type": "object"}},

@@ -514,7 +514,8 @@ def test_a_case_is_judged_as_its_provider_did(case: Json) -> None:
     context = case.get("context") or {}
     body = case["request"].get("body_text") or json.dumps(case["request"]["body"])
     sequence = DIALECTS[api].parse_request(
-        body.encode(), context_of(case["request"]["headers"], context.get("model_context_window"))
+        body.encode(),
+        context_of(wire_headers(case["request"]["headers"]), context.get("model_context_window")),
     )
     judgement = judge(sequence, levels(api, case.get("server") or server_))
     expect = case["expect"]
@@ -524,3 +525,8 @@ def test_a_case_is_judged_as_its_provider_did(case: Json) -> None:
     first = judgement.findings[0]
     assert (judgement.verdict, first.reason, first.at) == (expect["verdict"], expect["reason"], expect["at"])
     assert first.level is Level.HARD
+
+
+def wire_headers(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    """Recorded headers as they stand on the wire."""
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

@@ -141,7 +141,10 @@ def read() -> Iterator[Exchange]:
                 DIALECTS[api],
                 server_at(record["host"], server),
                 json.loads(restored(text or json.dumps(request["body"] or {}), server)),
-                context_of({name: str(value) for name, value in request["headers"].items()}),
+                context_of(
+                    (name.encode(), str(value).encode("latin-1", "replace"))
+                    for name, value in request["headers"].items()
+                ),
                 response["status"],
                 content_type(response["headers"]),
                 answer_bytes(response),
