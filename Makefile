@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 AGENTS := tests/clients/node_modules/.installed
 export TURNGATE_SHARED ?= $(abspath ../shared)
 
-.PHONY: help setup demo run test lint bench crash clients build lock clean
+.PHONY: help setup demo run test lint bench crash clients sdks build lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -52,6 +52,11 @@ $(AGENTS): tests/clients/package.json tests/clients/package-lock.json
 	npm install --prefix tests/clients --no-save
 	@touch $@
 
+sdks: setup ## the older Python SDKs and the Node SDKs that some tests ask for (needs npm)
+	for sdk in openai==1.109.1 openai==2.54.0 anthropic==0.125.0; do \
+	  test -d tests/.sdks/$$sdk || $(BIN)/python -m pip install --quiet --target tests/.sdks/$$sdk $$sdk || exit 1; done
+	npm ci --ignore-scripts --no-audit --no-fund --prefix tests/node
+
 build: setup ## wheel and sdist in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
 
@@ -61,4 +66,4 @@ lock: setup ## resolve requirements.lock again
 	  --python-version 3.11 --all-extras --upgrade --quiet pyproject.toml -o requirements.lock
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) tests/clients/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) tests/clients/node_modules tests/node/node_modules tests/.sdks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

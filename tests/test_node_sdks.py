@@ -87,7 +87,10 @@ MESSAGES: Final = Dialect(
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "14"}]},
     "/messages/1/content/0",
 )
-SDKS: Final = {"openai": CHAT, "openai-6": CHAT, "@anthropic-ai/sdk": MESSAGES}
+SDKS: Final = {
+    **dict.fromkeys(("openai", "openai-6", "openai-5", "openai-4"), CHAT),
+    **dict.fromkeys(("@anthropic-ai/sdk", "anthropic-0"), MESSAGES),
+}
 """The packages of tests/node/package.json: openai 7 and 6, and Anthropic's."""
 
 READS: Final = ("whole", "iterate", "helper")

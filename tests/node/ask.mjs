@@ -17,7 +17,10 @@ const client = new Sdk({
     return fetch(...request);
   },
 });
-const resource = job.sdk.startsWith("@anthropic") ? client.messages : client.chat.completions;
+const resource = job.sdk.includes("anthropic") ? client.messages : client.chat.completions;
+
+// Where openai 4 keeps it.
+const helper = (asked) => (resource.stream ? resource.stream(asked) : client.beta.chat.completions.stream(asked));
 
 const shown = [];
 let error = null;
@@ -26,7 +29,7 @@ try {
     shown.push(await resource.create(job.asked));
   } else {
     const stream =
-      job.read === "helper" ? resource.stream(job.asked) : await resource.create({ ...job.asked, stream: true });
+      job.read === "helper" ? helper(job.asked) : await resource.create({ ...job.asked, stream: true });
     for await (const event of stream) shown.push(structuredClone(event));
   }
 } catch (raised) {
