@@ -1,6 +1,7 @@
 """The running proxy as its operators meet it: orders, limits in time, draining, and what breaks inside it."""
 
 import asyncio
+import hashlib
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ from running import InLoop, Sidecar, evidence, in_loop, ledger_rows
 
 from turngate.proxy import control
 from turngate.proxy.judging import Judge
+from turngate.proxy.keys import load_or_create_key
 from turngate.proxy.record import Record
 from turngate.proxy.rollout import Stage
 from turngate.proxy.simulator import Simulator
@@ -450,3 +452,39 @@ async def test_generation_that_no_dialect_reads_is_relayed_and_counted(
         assert len(provider.requests) == 1
     told = evidence(tmp_path, "SELECT surface, why FROM request_unjudged")
     assert told == ([(surface, "surface.uncovered")] if surface else [])
+
+
+ODD_BODIES = {
+    "a byte order mark": b'\xef\xbb\xbf{"model":"m","messages":[{"role":"user","content":"x"}]}',
+    "half a surrogate pair": b'{"model":"m","messages":[{"role":"user","content":"\\ud83d"}]}',
+    "a key twice": b'{"model":"m","messages":[],"messages":[{"role":"user","content":"x"}]}',
+    "deep nesting": b'{"model":"m","metadata":' + b"[" * 100_000 + b"]" * 100_000 + b',"messages":[]}',
+    "a huge number": b'{"model":"m","seed":' + b"9" * 5_000 + b',"messages":[{"role":"user","content":"x"}]}',
+    "no UTF-8": b'{"model":"m","messages":[{"role":"user","content":"\xff"}]}',
+    "no JSON": b"\x00\x01",
+}
+
+
+@pytest.mark.parametrize("stage", ["observe", "enforce-tools"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_odd_bodies_reach_the_provider_as_they_are_and_the_ledger_has_their_digest(
+    tmp_path: Path, path: str, stage: str
+) -> None:
+    async with (
+        Simulator({"refusals": False}) as provider,
+        in_loop(tmp_path, both(provider), stage=stage) as proxy,
+        aiohttp.ClientSession() as session,
+    ):
+        for body in ODD_BODIES.values():
+            async with session.post(proxy.url + path, data=body) as answer:
+                await answer.read()
+        assert [received.body for received in provider.requests] == list(ODD_BODIES.values())
+        key = load_or_create_key(tmp_path / "keys" / "digest.key", 32)
+    keyed = [
+        hashlib.blake2b(hashlib.sha256(body).digest(), key=key, digest_size=16).hexdigest()
+        for body in ODD_BODIES.values()
+    ]
+    assert [row[0] for row in ledger_rows(tmp_path, "request_digest")] == keyed
+    whys = dict(evidence(tmp_path, "SELECT why, count(*) FROM request_unjudged GROUP BY ALL"))
+    assert whys.pop("body.ambiguous") == 1
+    assert set(whys) == {"body.undecodable"}
