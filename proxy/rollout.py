@@ -4,7 +4,7 @@ A verdict never knows the stage. This file alone turns the two into pass, mark o
 answer's gate may hold.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
@@ -49,12 +49,17 @@ class Ladder:
 
     def __init__(self, rungs: Sequence[Rung], default: Stage) -> None:
         self._rungs = (*rungs, Rung("*", "*", default))
+        self._possible: dict[
+            str, frozenset[Stage]
+        ] = {}  # by configured upstream: asked for with each request
         self.ordered: Stage | None = None
 
     def stage(self, upstream: str, model: str) -> Stage:
         """The stage of one request."""
         if self.ordered is not None:
             return self.ordered
+        if len(self._rungs) == 1:
+            return self._rungs[0].stage
         return next(
             r.stage for r in self._rungs if fnmatchcase(upstream, r.upstream) and fnmatchcase(model, r.model)
         )
@@ -63,13 +68,17 @@ class Ladder:
         """Every stage that may be in force at an upstream, before the model is known."""
         if self.ordered is not None:
             return frozenset({self.ordered})
-        found: set[Stage] = set()
+        found = self._possible.get(upstream)
+        if found is None:
+            found = self._possible[upstream] = frozenset(self._may_apply(upstream))
+        return found
+
+    def _may_apply(self, upstream: str) -> Iterator[Stage]:
         for rung in self._rungs:
             if fnmatchcase(upstream, rung.upstream):
-                found.add(rung.stage)
+                yield rung.stage
                 if rung.model == "*":
-                    break
-        return frozenset(found)
+                    return
 
 
 _ENFORCED: Final = frozenset(
