@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AGENTS := tests/clients/node_modules/.installed
-export TURNGATE_SHARED ?= $(abspath ../shared)
+# Recorded traffic and cases for tests and benchmarks; `make run` must not see it, it is no setting.
+test bench crash clients: export TURNGATE_SHARED ?= $(abspath ../shared)
 
 .PHONY: help setup demo run test lint bench crash clients sdks build lock clean
 
