@@ -50,13 +50,17 @@ PROVIDERS: Final = re.compile(
 WORK_MARKS: Final = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
 
+NOT_OURS = {"namespace", "__pycache__", ".sdks", "node_modules"}
+"""Links, what Python makes, and what is installed below tests/."""
+
+
 def sources(*folders: str) -> list[Path]:
     """The Python files of these folders, links left out."""
     return [
         path
         for folder in folders
         for path in sorted((ROOT / folder).rglob("*.py"))
-        if "namespace" not in path.parts and "__pycache__" not in path.parts
+        if not NOT_OURS & set(path.parts)
     ]
 
 
