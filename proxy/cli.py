@@ -297,7 +297,10 @@ def rollout_show(data_dir: DataDir = None) -> None:
 @rollout_app.command("set")
 def rollout_set(
     stage: Annotated[
-        str, typer.Argument(help="off, observe, enforce-text, enforce-tools; settings: end the order.")
+        str,
+        typer.Argument(
+            help="off, observe, enforce-text, enforce-tools, enforce-schema; settings: end the order."
+        ),
     ],
     data_dir: DataDir = None,
     why: Annotated[str, typer.Option(help="Kept with the change.")] = "",

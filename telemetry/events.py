@@ -23,6 +23,15 @@ Outcome = Literal[
 ]
 """How an exchange ended, as the app saw it."""
 
+ProviderClass = Literal[
+    "",  # nothing was asked of it, or nothing was judged
+    "accepted",  # it answered the request
+    "refused_sequence",  # it objects to the order or shape of the messages, tools or ids: what our rules are about
+    "refused_other",  # keys, quota, size, model name and the like
+    "unknown",  # no answer, or one that cannot be told apart
+]
+"""What the provider made of a request: the answer that each verdict of ours is held against."""
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False):
     """What all events share."""
@@ -81,6 +90,24 @@ class ExchangeEnded(Event, frozen=True, tag="exchange_ended"):
     claim_s: float
     first_byte_s: float
     total_s: float
+    server: str = ""
+    """The family whose rules applied."""
+    client: str = ""
+    """The app's SDK and its version's first number, out of a closed list of families (`openai-python/3`)."""
+    reasons: tuple[str, ...] = ()
+    """What the hard findings say, each once: why it was refused, or would have been."""
+    provider: ProviderClass = ""
+    provider_reason: str = ""
+    """What the provider objects to, in our words, as far as its message is known."""
+    input_tokens: int = -1
+    output_tokens: int = -1
+    """As the provider counted them; -1 where it did not say."""
+    answered_model: str = ""
+    finish: str = ""
+    """Why the provider stopped, in neutral words; empty where it did not say."""
+    hold_s: float = 0.0
+    traceparent: str = ""
+    """W3C trace context as the app sent it, where it is well formed."""
 
 
 class FindingMade(Event, frozen=True, tag="finding_made"):
@@ -128,13 +155,58 @@ class PreviewRetracted(Event, frozen=True, tag="preview_retracted"):
 
 
 class StateChanged(Event, frozen=True, tag="state_changed"):
-    """A move of one dispatch in the ledger. `before` is empty for the first."""
+    """One or more moves of a dispatch, told together when the ledger writes its row.
+
+    `before` is empty for the first; `through` are the states passed on the way to `after`, in order.
+    """
 
     operation: str
     upstream: str
     before: str
     after: str
     how: str
+    through: tuple[str, ...] = ()
+
+
+class AnomalySeen(Event, frozen=True, tag="anomaly_seen"):
+    """Something irregular in an answer that did not end it: a repeated delta, an event after the stop, ..."""
+
+    operation: str
+    upstream: str
+    api: str
+    reason: str
+
+
+class PreviewLeaked(Event, frozen=True, tag="preview_leaked"):
+    """A request brings back what was retracted, or a call that was never released, as if it were history.
+
+    `reason` is `preview.leaked` or `call.uncommitted`; `cause` why that turn was retracted; `retracted_operation`
+    the exchange in which it was; `whole`: all of what the app had been shown, not only its beginning.
+    """
+
+    operation: str
+    upstream: str
+    api: str
+    reason: str
+    cause: str
+    retracted_operation: str
+    at: str
+    whole: bool
+
+
+class WitnessSpoke(Event, frozen=True, tag="witness_spoke"):
+    """What a witness that shares no code with the decision found wrong. Where `enforced` there must be none.
+
+    `partial_tool_dispatch`: the bytes written to the app hold a tool call that is not whole, in an answer that looks
+    ended. `byte_mismatch`: what went out is not what came in, in an exchange that was passed.
+    """
+
+    operation: str
+    upstream: str
+    api: str
+    witness: Literal["partial_tool_dispatch", "byte_mismatch"]
+    enforced: bool
+    detail: str
 
 
 class FailureCounted(Event, frozen=True, tag="failure_counted"):
@@ -162,6 +234,9 @@ AnyEvent = (
     | CallDecided
     | PreviewRetracted
     | StateChanged
+    | AnomalySeen
+    | PreviewLeaked
+    | WitnessSpoke
     | FailureCounted
     | EventsDropped
 )
@@ -169,6 +244,6 @@ AnyEvent = (
 EVENT_TYPES: Final[tuple[type[Event], ...]] = AnyEvent.__args__
 
 VERDICT_EVENTS: Final[frozenset[type[Event]]] = frozenset(
-    {FindingMade, CallDecided, PreviewRetracted, StateChanged}
+    {FindingMade, CallDecided, PreviewRetracted, StateChanged, AnomalySeen, PreviewLeaked, WitnessSpoke}
 )
 """Events that outlive others when the spool is at its bound."""

@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, Literal, assert_never, get_args
 
@@ -24,6 +25,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from turngate.telemetry.events import (
+    AnomalySeen,
     AnyEvent,
     CallDecided,
     EventsDropped,
@@ -32,12 +34,14 @@ from turngate.telemetry.events import (
     FindingMade,
     ObserverStarted,
     Outcome,
+    PreviewLeaked,
     PreviewRetracted,
     ProxyStarted,
     ProxyStopped,
     RequestUnjudged,
     StageOrdered,
     StateChanged,
+    WitnessSpoke,
 )
 
 PREFIX: Final = "turngate_"
@@ -327,6 +331,8 @@ class Registry(Collector):
             case StageOrdered(stage=ordered):
                 for stage in _STAGE.values:
                     self._samples["rollout_stage"][("all", stage)][0] = float(stage == ordered)
+            case AnomalySeen() | PreviewLeaked() | WitnessSpoke():
+                pass  # rows only
             case ProxyStarted() | ProxyStopped():
                 pass  # rows only: Prometheus has `up` and process_start_time_seconds of its own
             case _:
@@ -367,7 +373,9 @@ class Registry(Collector):
             self._count("partial_tool_calls_blocked_total")
 
     def _count_move(self, event: StateChanged) -> None:
-        self._transitions[event.before or "none", event.after][0] += 1
+        path = (event.before or "none", *event.through, event.after)
+        for step in pairwise(path):
+            self._transitions[step][0] += 1
         if event.after == "UNKNOWN":
             self._enter_unknown(event.operation, event.upstream, event.at_s)
         elif event.before == "UNKNOWN":

@@ -39,7 +39,7 @@ BATCH_BYTES: Final = 8 << 20
 STORAGE_VERSION: Final = "v1.5.0"
 """A file of DuckDB 2.0's own version cannot be opened by the 1.5 shells that people have."""
 
-_SQL_TYPES: Final = {bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE"}
+_SQL_TYPES: Final = {bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE", tuple[str, ...]: "VARCHAR[]"}
 _DAY_S: Final = 86_400
 _EPOCH: Final = date(1970, 1, 1)
 _DAYS_MAX: Final = (date.max - _EPOCH).days

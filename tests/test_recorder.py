@@ -45,6 +45,7 @@ def any_event() -> st.SearchStrategy[Event]:
         int: st.integers(0, 2**40),  # sums stay exact in a float
         float: st.floats(0, 1e9),
         str: st.text(st.characters(exclude_categories=["Cs"])),
+        tuple[str, ...]: st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=3).map(tuple),
     }
 
     def built(event_type: type[Event]) -> st.SearchStrategy[Event]:

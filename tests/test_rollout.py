@@ -18,6 +18,8 @@ ENFORCED = {
     (Stage.ENFORCE_TEXT, TOOLS): False,
     (Stage.ENFORCE_TOOLS, TEXT): True,
     (Stage.ENFORCE_TOOLS, TOOLS): True,
+    (Stage.ENFORCE_SCHEMA, TEXT): True,
+    (Stage.ENFORCE_SCHEMA, TOOLS): True,
 }
 
 ACTIONS = {
@@ -28,7 +30,7 @@ ACTIONS = {
     Verdict.ILLEGAL: (Action.MARK, Action.REFUSE),
 }
 
-LADDER = (Stage.OFF, Stage.OBSERVE, Stage.ENFORCE_TEXT, Stage.ENFORCE_TOOLS)
+LADDER = (Stage.OFF, Stage.OBSERVE, Stage.ENFORCE_TEXT, Stage.ENFORCE_TOOLS, Stage.ENFORCE_SCHEMA)
 
 
 @pytest.mark.parametrize(("cell", "expected"), ENFORCED.items(), ids=lambda cell: str(cell))
@@ -43,7 +45,8 @@ def test_every_cell_of_the_table(cell: tuple[tuple[Stage, RequestClass], Verdict
 
 
 def test_the_table_names_every_stage_class_and_verdict() -> None:
-    assert set(product(LADDER, RequestClass)) <= set(ENFORCED)
+    assert set(product(LADDER, RequestClass)) == set(ENFORCED)
+    assert set(LADDER) == set(Stage)
     assert set(ACTIONS) == set(Verdict)
     assert {
         decide(stage, kind, verdict) for stage, kind, verdict in product(LADDER, RequestClass, Verdict)

@@ -46,6 +46,7 @@ def any_event() -> st.SearchStrategy[Event]:
         int: st.integers(-(2**63), 2**63 - 1),
         float: st.floats(allow_nan=False, allow_infinity=False),
         str: st.text(st.characters(exclude_categories=["Cs"])),
+        tuple[str, ...]: st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=3).map(tuple),
     }
 
     def built(event_type: type[Event]) -> st.SearchStrategy[Event]:
