@@ -2,6 +2,7 @@
 
 import getpass
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -263,14 +264,86 @@ def query(
     if not evidence_dir.is_dir():
         err.print(f"nothing is written down yet in {evidence_dir}", markup=False)
     try:
-        result = cli_query.ask(evidence_dir, sql, rows_max=rows_max, time_s=time_s)
+        result, newer = cli_query.ask(evidence_dir, sql, rows_max=rows_max, time_s=time_s)
         cli_query.give_out(result, "json" if as_json else "csv" if as_csv else parquet or "table")
     except cli_query.BadStatement as error:
         _fail(str(error), EX_USAGE)
     except cli_query.NoAnswer as error:
         _fail(str(error), 1)
+    if newer:
+        err.print(
+            f"a newer turngate wrote {', '.join(newer)}: what it added may be missing here", markup=False
+        )
     if result.cut:
         err.print(f"more rows than {rows_max}: these are the first; say --rows N for more", markup=False)
+
+
+@app.command()
+def report(
+    since: Annotated[
+        str, typer.Option(metavar="7d|24h|30m|DAY", help="How far back, or a first day (UTC).")
+    ] = "7d",
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Settings file (default: ./turngate.yaml).")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Whose evidence.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Into one HTML file that needs nothing else.")
+    ] = None,
+    fail_on: Annotated[
+        str, typer.Option(metavar="FAULT,...", help="Exit code 1 if there is one of these: see below.")
+    ] = "",
+) -> None:
+    """What each rule would have done, against what the provider did; how streams and dispatches ended; what broke.
+
+    For scripts: --fail-on takes misses, false-refusals, witnesses, failures, no-evidence.
+
+    Exit code: 0, 1 a fault named by --fail-on, 64 usage, 70 the evidence cannot be read.
+    """
+    from turngate.proxy import cli_report  # not above: `serve` must not carry DuckDB in its memory
+
+    if as_json and html is not None:
+        _fail("--json and --html: choose one", EX_USAGE)
+    now_s = time.time()
+    evidence_dir = _settings(config_file, data_dir=data_dir).data_dir / "evidence"
+    try:
+        named = cli_report.parse_faults(fail_on)
+        gathered = cli_report.read(evidence_dir, cli_report.parse_since(since, now_s), now_s, err)
+        cli_report.give_out(gathered, evidence_dir, out, err, as_json=as_json, html=html)
+    except cli_report.BadOption as error:
+        _fail(str(error), EX_USAGE)
+    except cli_report.NoEvidence as error:
+        _fail(str(error), EX_INTERNAL)
+    if found := cli_report.found(gathered, named):
+        _fail(found, 1)
+
+
+@app.command()
+def explain(
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="As in x-turngate-operation.")],
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Settings file (default: ./turngate.yaml).")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Whose evidence and ledger.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a page.")] = False,
+) -> None:
+    """One exchange on one page: timeline, verdict, findings, holds, dispatch, and what each other stage would have done.
+
+    Exit code: 0, 1 no such operation, 64 usage, 70 evidence or ledger cannot be read.
+    """
+    from turngate.proxy import cli_explain  # not above: `serve` must not carry DuckDB in its memory
+
+    try:
+        story = cli_explain.look_up(_settings(config_file, data_dir=data_dir).data_dir, operation)
+    except cli_explain.NotFound as error:
+        _fail(str(error), 1)
+    except cli_explain.NoEvidence as error:
+        _fail(str(error), EX_INTERNAL)
+    if as_json:
+        print(cli_explain.as_json(story))
+    else:
+        cli_explain.print_story(story, out)
 
 
 rollout_app = typer.Typer(no_args_is_help=True, help="Stages of a running proxy.")
@@ -298,9 +371,7 @@ def rollout_show(data_dir: DataDir = None) -> None:
 def rollout_set(
     stage: Annotated[
         str,
-        typer.Argument(
-            help="off, observe, enforce-text, enforce-tools, enforce-schema; settings: end the order."
-        ),
+        typer.Argument(help="off, observe, enforce-text, enforce-tools; settings: end the order."),
     ],
     data_dir: DataDir = None,
     why: Annotated[str, typer.Option(help="Kept with the change.")] = "",

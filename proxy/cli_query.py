@@ -10,10 +10,20 @@ import msgspec
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from turngate.telemetry.queries import QueryResult, QueryTimeout, connect_readonly, run_query
-from turngate.telemetry.recorder import SEGMENTS, TABLES
+from turngate.telemetry.queries import (
+    QueryResult,
+    QueryTimeout,
+    connect_readonly,
+    list_views,
+    newer_days,
+    run_query,
+)
+from turngate.telemetry.schema import table_comment
+from turngate.telemetry.views import VIEWS
 
 READING: Final = frozenset(
     {duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.MULTI}
@@ -32,8 +42,8 @@ class NoAnswer(Exception):
     """There is no answer though the statement may be good; the text says why."""
 
 
-def ask(evidence_dir: Path, sql: str, *, rows_max: int, time_s: float) -> QueryResult:
-    """Run one reading statement. Raises BadStatement and NoAnswer."""
+def ask(evidence_dir: Path, sql: str, *, rows_max: int, time_s: float) -> tuple[QueryResult, list[str]]:
+    """Run one reading statement; also tells which days a newer Turngate wrote. Raises BadStatement and NoAnswer."""
     try:
         database = connect_readonly(evidence_dir)
     except duckdb.Error as error:
@@ -46,7 +56,7 @@ def ask(evidence_dir: Path, sql: str, *, rows_max: int, time_s: float) -> QueryR
             kinds = [statement.type for statement in database.extract_statements(sql)]
             if len(kinds) != 1 or kinds[0] not in READING:
                 raise BadStatement("one SELECT at a time: the evidence can be read, not changed")
-            return run_query(database, sql, rows_max=rows_max, time_s=time_s)
+            return run_query(database, sql, rows_max=rows_max, time_s=time_s), newer_days(database)
         except duckdb.Error as error:
             raise BadStatement(str(error)) from error
         except QueryTimeout as error:
@@ -67,16 +77,17 @@ def give_out(result: QueryResult, form: Literal["table", "json", "csv"] | Path) 
 
 
 def print_views(console: Console) -> None:
-    """What there is to ask about, one line a view."""
+    """What there is to ask about: each view, what a row of it is, and its columns."""
+    console.print('turngate query "SELECT outcome, count(*) FROM exchanges GROUP BY ALL"\n', markup=False)
+    for name, columns in list_views().items():
+        comment = VIEWS[name].comment if name in VIEWS else table_comment(name)
+        console.print(Text.assemble((name, "bold"), "  ", comment.partition(". ")[0].rstrip(".")))
+        listed = Text(", ".join(column for column, _ in columns), style="dim")
+        console.print(Padding(listed, (0, 0, 0, 4)), soft_wrap=False)
     console.print(
-        'turngate query "SELECT outcome, count(*) FROM exchange_ended GROUP BY ALL"\n', markup=False
-    )
-    table = Table("view", "columns", box=box.SIMPLE_HEAD)
-    for name, columns in sorted({**TABLES, "segments": SEGMENTS}.items()):
-        table.add_row(name, ", ".join(column for column, _ in columns))
-    console.print(table)
-    console.print(
-        "at_s is Unix time in seconds (to_timestamp(at_s)); one view covers all days.", markup=False
+        "\nat_s is Unix time in seconds, time the same as a timestamp; one view covers all days. "
+        "docs/evidence.md says what each column means.",
+        markup=False,
     )
 
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, Self, get_args
+from typing import Annotated, Final, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -82,6 +82,17 @@ def _url(value: str) -> str:
     return value.rstrip("/")
 
 
+def _endpoint(value: str) -> str:
+    return _url(value) if value else value
+
+
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML reads a bare `off` as false
+
+
+StageField = Annotated[Stage, BeforeValidator(_off)]
+
+
 def _proxy(value: SecretStr) -> SecretStr:
     if value.get_secret_value():
         ForwardProxy.parse(value.get_secret_value())  # raises ValueError with what to do
@@ -141,7 +152,7 @@ class Scope(_Section):
     """A stage for what it matches. The first scope that matches counts."""
 
     match: Match = Match()
-    stage: Stage
+    stage: StageField
 
 
 class Limits(_Section):
@@ -169,6 +180,13 @@ class LedgerSettings(_Section):
     lease_s: float = Field(default=10.0, gt=0)
     settle_s: float = Field(default=5.0, ge=0)
     """How long a dispatch with tools stays UNKNOWN after its connection ended before it counts as abandoned."""
+
+
+class Otlp(_Section):
+    """Where spans and metrics go; headers only by OTEL_EXPORTER_OTLP_HEADERS, so that no key stands in a file."""
+
+    endpoint: Annotated[str, AfterValidator(_endpoint)] = ""
+    """Base URL of a collector (OTLP over HTTP). Empty: as OTEL_EXPORTER_OTLP_ENDPOINT says, and without that none."""
 
 
 class Spool(_Section):
@@ -200,7 +218,7 @@ class Settings(BaseSettings):
     admin: AddressField = Address(host="127.0.0.1", port=8789)
     allow_remote: bool = False
     data_dir: Path = Field(default_factory=_default_data_dir)
-    stage: Stage = Stage.OBSERVE
+    stage: StageField = Stage.OBSERVE
     """The stage of everything that no scope covers."""
     scopes: tuple[Scope, ...] = ()
     upstreams: dict[str, Upstream] = Field(default_factory=dict)
@@ -214,6 +232,9 @@ class Settings(BaseSettings):
     tls: Tls = Tls()
     ledger: LedgerSettings = LedgerSettings()
     spool: Spool = Spool()
+    otlp: Otlp = Otlp()
+    log: Annotated[Literal["auto", "text", "json", "off"], BeforeValidator(_off)] = "auto"
+    """A line for each exchange on stderr; auto: text on a terminal, else JSON."""
 
     @field_validator("upstreams", mode="after")
     @classmethod

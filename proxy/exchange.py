@@ -21,7 +21,7 @@ from turngate.proxy.app_side import App, AppGone
 from turngate.proxy.config import Settings
 from turngate.proxy.judging import Judge, Judged
 from turngate.proxy.ledger_sqlite import ClaimConflict, Ledger, LedgerDown
-from turngate.proxy.record import Record
+from turngate.proxy.record import Record, traceparent_of
 from turngate.proxy.reply import ENDED_WELL, Kept, Reply, class_of
 from turngate.proxy.rollout import Action, Ladder, Stage, decide, enforced
 from turngate.proxy.routes import NoRoute, Route, Routes
@@ -145,6 +145,8 @@ class Exchange:
             await self._relay(route)
             return
         self.record.api = route.dialect.api
+        self.record.server = route.target.server
+        self.record.traceparent = traceparent_of(self.app.head.headers)
         self.reply.dialect = route.dialect
         stages = self.services.ladder.possible(route.target.name)
         if stages == {Stage.OFF} and not route.by_model:
@@ -251,6 +253,7 @@ class Exchange:
         self.reply.sequence = sequence
         request_class = class_of(sequence)
         self.reply.enforced = record.enforced = enforced(record.stage, request_class)
+        record.request_class = request_class.value
         record.findings(judgement.findings, decide(record.stage, request_class, judgement.verdict))
         return judgement
 
@@ -465,7 +468,11 @@ class Exchange:
         if verdict is not None and self.reply.assembler is not None:
             record.calls(verdict, len(self.reply.assembler.calls))
         self._settle(verdict)
-        record.ended(self.sequence, self.app.written_bytes)
+        assembler = self.reply.assembler
+        finish = verdict.finish.value if verdict is not None and verdict.finish is not None else ""
+        record.ended(
+            self.sequence, self.app.written_bytes, assembler.model if assembler is not None else "", finish
+        )
 
     def _settle(self, verdict: TurnVerdict | None) -> None:
         """The dispatch's last move in this exchange."""

@@ -5,14 +5,15 @@ SIGTERM; both times it first loads what is sealed. Nothing here is on the path o
 """
 
 import asyncio
+import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import duckdb
 import msgspec
@@ -23,9 +24,14 @@ from turngate import __version__
 from turngate.proxy.admin import Status, admin_app
 from turngate.proxy.keys import load_or_create_key
 from turngate.proxy.supervisor import ObserverSettings
+from turngate.telemetry.events import AnyEvent
+from turngate.telemetry.logs import ExchangeLog
 from turngate.telemetry.metrics import Registry
 from turngate.telemetry.queries import open_unknowns
 from turngate.telemetry.recorder import Recorder
+
+if TYPE_CHECKING:
+    from turngate.telemetry.tracing import Tracing
 
 ADMIN_TOKEN_BYTES: Final = 32
 LAST_TRIES: Final = 4
@@ -36,6 +42,9 @@ PAUSE_PER_COST: Final = 100
 """A load has a fixed price (about 15 ms of CPU), so the pause after it keeps light traffic near 1 % of a core."""
 
 BACKOFF_MAX_S: Final = 5.0
+
+OTLP_VARIABLES: Final = tuple(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT" for name in ("", "TRACES_", "METRICS_"))
+"""Each names a collector, as it does for every program that uses OpenTelemetry."""
 
 
 def main() -> None:
@@ -50,8 +59,13 @@ async def _observe(settings: ObserverSettings) -> None:
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     data_dir = Path(settings.data_dir)
-    registry = Registry(__version__)
+    registry = Audience(__version__)
     registry.set("observer_restarts_total", settings.restart)
+    if settings.log != "off":
+        registry.add_sink("log", _open_log(settings, registry).observe_all)
+    tracing = _open_tracing(settings, registry)
+    if tracing is not None:
+        registry.add_sink("otlp", tracing.observe_all)
     recorder = Recorder(
         data_dir / "spool", data_dir / "evidence", registry, retention_days=settings.retention_days
     )
@@ -64,8 +78,64 @@ async def _observe(settings: ObserverSettings) -> None:
     with ThreadPoolExecutor(1, "turngate-loader") as loader:
         await _load_until(stopping, data_dir / "evidence", recorder, registry, loader)
     parent.cancel()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     for site in sites:
         await site.cleanup()
+
+
+class Audience(Registry):
+    """The registry, and with it all who are told the same events: each once, when it is in the evidence."""
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        self._sinks: list[tuple[str, Callable[[Sequence[AnyEvent]], None]]] = []
+
+    def add_sink(self, where: str, sink: Callable[[Sequence[AnyEvent]], None]) -> None:
+        """Tell this one too; its failures are counted under `where`."""
+        self._sinks.append((where, sink))
+
+    def observe_all(self, events: Iterable[AnyEvent]) -> None:
+        """Count the events, then pass them on."""
+        told = tuple(events)
+        super().observe_all(told)
+        for where, sink in self._sinks:
+            try:
+                sink(told)
+            except Exception:  # noqa: BLE001 - counted; these events are loaded, and more are to be
+                self.add("observer_failures_total", 1, where)
+
+
+def _open_log(settings: ObserverSettings, registry: Registry) -> ExchangeLog:
+    stderr = sys.stderr.fileno()
+    form = settings.log
+    if form not in ("text", "json"):
+        form = "text" if os.isatty(stderr) else "json"
+    return ExchangeLog(stderr, form, lost=lambda lines: registry.add("observer_failures_total", lines, "log"))
+
+
+def _open_tracing(settings: ObserverSettings, registry: Registry) -> "Tracing | None":
+    """Spans and metrics to a collector, where settings or environment name one."""
+    named = settings.otlp or any(os.environ.get(name) for name in OTLP_VARIABLES)
+    if not named or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    told = False
+
+    def failed(what: str = "cannot send to the collector") -> None:
+        nonlocal told
+        registry.add("observer_failures_total", 1, "otlp")
+        if not told:  # the counter tells the rest
+            told = True
+            print(f"turngate observer: otlp: {what}", file=sys.stderr, flush=True)
+
+    try:
+        # Not above: the SDK takes 14 MB and 0.2 s that nobody should pay who does not use it.
+        from turngate.telemetry.tracing import open_tracing
+
+        return open_tracing(settings.otlp, version=__version__, upstreams=settings.upstreams, failed=failed)
+    except Exception as exc:  # noqa: BLE001 - counted and told; variables of the SDK's must not stop the evidence
+        failed(f"not started: {type(exc).__name__}")
+        return None
 
 
 def metrics_app(registry: Registry, recorder: Recorder) -> web.Application:

@@ -1,6 +1,7 @@
 """What is known of one exchange, and how it is told: the only place where the data path speaks to telemetry."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -39,11 +40,18 @@ class Record:
     judge_s: float = 0.0
     claim_s: float = 0.0
     first_byte_s: float = 0.0
+    reasons: tuple[str, ...] = ()
+    server: str = ""
+    request_class: Literal["", "text", "tools"] = ""
+    traceparent: str = ""
     hold_s: float = 0.0
     hold_bytes: int = 0
     _held_since_s: float | None = None
 
     def findings(self, findings: tuple[Finding, ...], action: Action) -> None:
+        self.reasons = tuple(
+            dict.fromkeys(each.reason.value for each in findings if each.level is Level.HARD)
+        )
         for finding in findings:
             hard = finding.level is Level.HARD
             self.emit(
@@ -119,7 +127,9 @@ class Record:
             )
         )
 
-    def ended(self, sequence: MessageSequence | None, response_bytes: int) -> None:
+    def ended(
+        self, sequence: MessageSequence | None, response_bytes: int, answered_model: str, finish: str
+    ) -> None:
         """The exchange is over."""
         self.emit(
             events.ExchangeEnded(
@@ -127,7 +137,7 @@ class Record:
                 operation=self.operation,
                 upstream=self.upstream,
                 api=self.api,
-                model=sequence.model if sequence else "",
+                model=_shown(sequence.model) if sequence else "",
                 stream=sequence.stream if sequence else False,
                 stage=self.stage,
                 verdict=self.verdict,
@@ -141,5 +151,31 @@ class Record:
                 claim_s=self.claim_s,
                 first_byte_s=self.first_byte_s,
                 total_s=self.monotonic() - self.started_s,
+                server=self.server,
+                reasons=self.reasons,
+                answered_model=_shown(answered_model),
+                finish=finish,
+                hold_s=self.hold_s,
+                request_class=self.request_class,
+                traceparent=self.traceparent,
             )
         )
+
+
+def _shown(model: str) -> str:
+    """A model's name as far as it may stand in files: apps and providers invent them."""
+    return model if len(model) <= MODEL_MAX and model.isprintable() else "other"
+
+
+MODEL_MAX: Final = 128
+"""Characters."""
+
+_TRACEPARENT: Final = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def traceparent_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The W3C trace context among a request's headers, "" where there is none that is well formed."""
+    for name, value in headers:
+        if len(name) == 11 and name.lower() == b"traceparent":
+            return value.decode("ascii") if _TRACEPARENT.fullmatch(value) else ""
+    return ""

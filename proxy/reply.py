@@ -353,10 +353,15 @@ class Reply:
             self._record.unjudged(Reason.LIMIT_BODY)
         else:
             verdict = self._verdict = self._judge_whole(head, sequence, dialect, body)
-            if verdict is not None and verdict.turn not in ENDED_WELL:
+            if verdict is not None and (verdict.turn not in ENDED_WELL or self._holds_cut_call(verdict)):
                 self._withhold("the provider's answer cannot be used", verdict.reason or Reason.INTERNAL)
                 return
         await self._pass(link, head, first=kept.parts)
+
+    def _holds_cut_call(self, verdict: TurnVerdict) -> bool:
+        """True where a length limit cut a call: beside it the rest of a whole answer cannot be passed unedited."""
+        calls = self.assembler.calls if self.assembler is not None else ()
+        return verdict.turn is Turn.INCOMPLETE and any(call.fault() for call in calls)
 
     def _withhold(self, what: str, reason: Reason) -> None:
         if not self._app.gone:

@@ -19,7 +19,6 @@ class Stage(StrEnum):
     OBSERVE = "observe"  # judge and record; change nothing
     ENFORCE_TEXT = "enforce-text"  # requests without tools
     ENFORCE_TOOLS = "enforce-tools"  # tool turns too: calls leave whole or not at all
-    ENFORCE_SCHEMA = "enforce-schema"  # and only as their tool declares them
 
 
 class RequestClass(StrEnum):
@@ -87,8 +86,6 @@ _ENFORCED: Final = frozenset(
         (Stage.ENFORCE_TEXT, RequestClass.TEXT),
         (Stage.ENFORCE_TOOLS, RequestClass.TEXT),
         (Stage.ENFORCE_TOOLS, RequestClass.TOOLS),
-        (Stage.ENFORCE_SCHEMA, RequestClass.TEXT),
-        (Stage.ENFORCE_SCHEMA, RequestClass.TOOLS),
     }
 )
 _REFUSABLE: Final = frozenset({Verdict.ILLEGAL, Verdict.WAITING})

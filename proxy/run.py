@@ -388,6 +388,7 @@ def _serve() -> None:
         return  # who started us is gone already
     flags = json.loads(line)
     file = flags.pop("config")
+    flags["log"] = "off"  # stderr belongs to the command
     try:
         settings = config.load(Path(file) if file else None, **flags)
         listening = server.Listening.bind(settings)

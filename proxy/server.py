@@ -12,14 +12,12 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, cast
-
-from aiohttp import web
+from typing import Final
 
 import turngate
 from turngate.proxy import wire
 from turngate.proxy.access import accesses
-from turngate.proxy.app_side import App, Connection, Written
+from turngate.proxy.app_side import App, Listener
 from turngate.proxy.config import Address, Settings, SettingsError
 from turngate.proxy.control import Order, Watcher
 from turngate.proxy.exchange import Exchange, Services
@@ -28,15 +26,11 @@ from turngate.proxy.keys import load_or_create_key
 from turngate.proxy.ledger_sqlite import Ledger, LedgerDown
 from turngate.proxy.routes import Routes
 from turngate.proxy.supervisor import ObserverSettings, Supervisor
-from turngate.proxy.upstream import Pool
+from turngate.proxy.upstream import Origin, Pool
 from turngate.proxy.wire import Framing
 from turngate.telemetry.events import FailureCounted, ProxyStarted, ProxyStopped, StageOrdered
 from turngate.telemetry.spool import Spool
 
-HEAD_BYTES_MAX: Final = 64 * 1024
-"""A request line or one header; aiohttp's 8 KiB is less than some providers take."""
-HEADERS_MAX: Final = 1000
-REQUEST_BUFFER_BYTES: Final = 256 * 1024
 LEDGER_RETRY_S: Final = 5.0
 ORPHAN_S: Final = 3.0
 """The observer of a proxy that was killed loads what is sealed before it ends, and holds its two ports meanwhile."""
@@ -73,13 +67,6 @@ class Listening:
             each.close()
 
 
-class Listener(web.Server):
-    """aiohttp's low-level server with connections that tell when the app leaves."""
-
-    def __call__(self) -> Connection:
-        return Connection(self, loop=self._loop, **self._kwargs)
-
-
 class Proxy:
     """One proxy process. `start`, then `drain`; both in its event loop."""
 
@@ -108,6 +95,9 @@ class Proxy:
                 data_dir=str(data_dir),
                 metrics_fd=listening.metrics.fileno(),
                 admin_fd=listening.admin.fileno(),
+                log=settings.log,
+                otlp=settings.otlp.endpoint,
+                upstreams={name: _place(upstream.url) for name, upstream in settings.upstreams.items()},
             ),
             instance=self.instance,
             emit=self.spool.emit,
@@ -132,15 +122,7 @@ class Proxy:
             digest_key=load_or_create_key(data_dir / "keys" / "digest.key", 32),
             instance=self.instance,
         )
-        self._listener = Listener(
-            self._handle,  # type: ignore[arg-type]  # aiohttp asks no more of an answer than Written has
-            access_log=None,
-            auto_decompress=False,
-            max_line_size=HEAD_BYTES_MAX,
-            max_field_size=HEAD_BYTES_MAX,
-            max_headers=HEADERS_MAX,
-            read_bufsize=REQUEST_BUFFER_BYTES,
-        )
+        self._listener = Listener(self._handle, self._failed)
         self._server: asyncio.Server | None = None
         self._ledger_retry: asyncio.Task[None] | None = None
 
@@ -178,7 +160,7 @@ class Proxy:
             self._server.close()
         for exchange in list(self._exchanges):
             exchange.stop()
-        await self._listener.shutdown(timeout=1.0)
+        await self._listener.shutdown(1.0)
         await self._pool.close()
         await asyncio.to_thread(self._control.stop)
         if self._ledger_retry is not None:
@@ -198,22 +180,21 @@ class Proxy:
         self._hurry.set()
         self._idle.set()
 
-    async def _handle(self, request: web.BaseRequest) -> Written:
-        app = App(request, cast(Connection, request.protocol))
+    async def _handle(self, app: App) -> bool:
+        """Carry one request through; True where its connection may carry another one."""
         if app.head.target.startswith("/-/"):
             return self._health(app)
         exchange = Exchange(self._services, app)
         self._exchanges.add(exchange)
         self._idle.clear()
         try:
-            keep_alive = await exchange.run()
-            return Written(keep_alive=keep_alive and self.ready)
+            return await exchange.run() and self.ready
         finally:
             self._exchanges.discard(exchange)
             if not self._exchanges:
                 self._idle.set()
 
-    def _health(self, app: App) -> Written:
+    def _health(self, app: App) -> bool:
         """`/-/healthz`: the process answers. `/-/readyz`: it wants new requests."""
         match app.head.target.partition("?")[0]:
             case "/-/healthz":
@@ -227,7 +208,7 @@ class Proxy:
         app.start(wire.own_head(status, headers, len(body), close=not keep_alive), Framing.LENGTH)
         if app.head.method != "HEAD":
             app.send(body)
-        return Written(keep_alive=keep_alive)
+        return keep_alive
 
     def _hear(self, order: Order) -> None:
         """Called in the watcher's thread."""
@@ -264,6 +245,11 @@ class Proxy:
             await asyncio.sleep(LEDGER_RETRY_S)
             if await asyncio.to_thread(self._open_ledger):
                 return
+
+
+def _place(url: str) -> tuple[str, int]:
+    origin, _ = Origin.parse(url)
+    return origin.host, origin.port
 
 
 def _pool(settings: Settings, listening: Listening) -> Pool:

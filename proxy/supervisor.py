@@ -6,7 +6,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -22,13 +22,22 @@ STOP_S: Final = 10.0
 
 
 class ObserverSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child is told on its command line. The descriptors are listening sockets that it inherits."""
+    """What the child is told on its command line. The descriptors are listening sockets that it inherits.
+
+    No credential may stand here: every process of the machine can read it.
+    """
 
     data_dir: str
     metrics_fd: int
     admin_fd: int
     retention_days: int = 14
     restart: int = 0
+    log: Literal["off", "auto", "text", "json"] = "off"
+    """A line for each exchange on stderr; auto: text on a terminal, else JSON."""
+    otlp: str = ""
+    """Base URL of a collector; empty: as OTEL_EXPORTER_OTLP_ENDPOINT says, and without that none."""
+    upstreams: dict[str, tuple[str, int]] = {}
+    """Host and port by name, for spans."""
 
 
 class Supervisor:

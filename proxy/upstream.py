@@ -403,10 +403,6 @@ class Link(asyncio.Protocol):
             self._sink = None
             self._wake()
 
-    def read_ready(self) -> bytes | None:
-        """As `read`, without waiting: None if no entity byte is here, whatever the reason."""
-        return self._take() if self._parts else None
-
     def _take(self) -> bytes:
         parts = self._parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)

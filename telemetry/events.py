@@ -106,6 +106,8 @@ class ExchangeEnded(Event, frozen=True, tag="exchange_ended"):
     finish: str = ""
     """Why the provider stopped, in neutral words; empty where it did not say."""
     hold_s: float = 0.0
+    request_class: Literal["", "text", "tools"] = ""
+    """What a stage's promise about it is about; empty where it was not judged."""
     traceparent: str = ""
     """W3C trace context as the app sent it, where it is well formed."""
 

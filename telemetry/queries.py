@@ -6,13 +6,17 @@ written, nothing attached, installed or set. A statement can at most waste its o
 
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import duckdb
 
-from turngate.telemetry.recorder import SEGMENTS, TABLES, Columns, in_use, quoted
+from turngate.telemetry.recorder import in_use, quoted
+from turngate.telemetry.schema import ALL_TABLES, DEFAULTS, META, SCHEMA_VERSION, Columns
+from turngate.telemetry.views import VIEWS, view_statements
 
 WAIT_S: Final = 10.0
 """How long the observer's short turns with a day file are waited for."""
@@ -40,23 +44,19 @@ class QueryTimeout(Exception):
     """A statement ran past its time limit and was interrupted."""
 
 
-def connect_readonly(evidence_dir: Path, *, wait_s: float = WAIT_S) -> duckdb.DuckDBPyConnection:
-    """A locked database with one view per event type over all days; empty views where there is no day yet.
+def connect_readonly(
+    evidence_dir: Path, *, wait_s: float = WAIT_S, since_s: float = 0.0
+) -> duckdb.DuckDBPyConnection:
+    """A locked database with a view per table and the views of `telemetry.views`, over all days and events since
+    `since_s` (Unix seconds); empty ones where there is no day yet.
 
     The day files are kept from the observer until the connection is closed: close it soon. Blocks up to `wait_s`
     seconds while the observer loads, then raises duckdb.OperationalError.
     """
     database = duckdb.connect(":memory:", config=_CONFIG)
     try:
-        days = _attach_days(database, evidence_dir, time.monotonic() + wait_s)
-        there = set(
-            database.execute("SELECT DISTINCT database_name, table_name FROM duckdb_tables()").fetchall()
-        )
-        for table, columns in {**TABLES, "segments": SEGMENTS}.items():
-            parts = [f'SELECT * FROM "{day}".{table}' for day in days if (day, table) in there]
-            database.execute(
-                f"CREATE VIEW {table} AS " + " UNION ALL BY NAME ".join([_no_rows(columns), *parts])
-            )
+        days = _attach_days(database, _days(evidence_dir, since_s), time.monotonic() + wait_s)
+        _create_views(database, days, since_s)
         # In this order: what is locked cannot be switched off any more.
         database.execute("SET enable_external_access = false")
         database.execute("SET lock_configuration = true")
@@ -64,6 +64,26 @@ def connect_readonly(evidence_dir: Path, *, wait_s: float = WAIT_S) -> duckdb.Du
         database.close()
         raise
     return database
+
+
+def list_views() -> dict[str, Columns]:
+    """What there is to ask about: the views of `telemetry.views`, then one a table; columns with their SQL types."""
+    with duckdb.connect(":memory:") as database:
+        _create_views(database, [], 0.0)
+        return {
+            name: tuple((row[0], row[1]) for row in database.execute(f"DESCRIBE {name}").fetchall())
+            for name in (*VIEWS, *ALL_TABLES)
+        }
+
+
+def newer_days(database: duckdb.DuckDBPyConnection) -> list[str]:
+    """Days that a newer Turngate wrote: what it added is not in our views, though its own columns are."""
+    return [
+        str(day)
+        for (day,) in database.execute(
+            f"SELECT DISTINCT day FROM {META} WHERE schema_version > ? ORDER BY day", [SCHEMA_VERSION]
+        ).fetchall()
+    ]
 
 
 def run_query(
@@ -103,10 +123,15 @@ def open_unknowns(evidence_dir: Path) -> list[tuple[str, str, float]]:
         ).fetchall()
 
 
-def _attach_days(database: duckdb.DuckDBPyConnection, evidence_dir: Path, until_s: float) -> list[str]:
+def _days(evidence_dir: Path, since_s: float) -> list[Path]:
+    first = datetime.fromtimestamp(since_s, UTC).date().isoformat()
+    return sorted(path for path in evidence_dir.glob("????-??-??.duckdb") if path.stem >= first)
+
+
+def _attach_days(database: duckdb.DuckDBPyConnection, paths: Iterable[Path], until_s: float) -> list[str]:
     """Attach each day file; their database names."""
     days = []
-    for path in sorted(evidence_dir.glob("????-??-??.duckdb")):
+    for path in paths:
         day = path.stem
         while True:
             try:
@@ -123,6 +148,29 @@ def _attach_days(database: duckdb.DuckDBPyConnection, evidence_dir: Path, until_
     return days
 
 
-def _no_rows(columns: Columns) -> str:
-    typed = ", ".join(f'NULL::{sql_type} AS "{name}"' for name, sql_type in columns)
+def _create_views(database: duckdb.DuckDBPyConnection, days: Sequence[str], since_s: float) -> None:
+    there: dict[tuple[str, str], set[str]] = {}
+    for day, table, column in database.execute(
+        "SELECT database_name, table_name, column_name FROM duckdb_columns() WHERE NOT internal"
+    ).fetchall():
+        there.setdefault((day, table), set()).add(column)
+    for table in ALL_TABLES:
+        parts = [_rows_of(day, table, there[day, table], since_s) for day in days if (day, table) in there]
+        database.execute(f"CREATE VIEW {table} AS " + " UNION ALL BY NAME ".join([_no_rows(table), *parts]))
+    database.execute(view_statements(""))
+
+
+def _rows_of(day: str, table: str, there: set[str], since_s: float) -> str:
+    """One day's rows of a table; the columns that an older file lacks say what their default says."""
+    lacking = [
+        f', {DEFAULTS.get(table, {}).get(name, "NULL")}::{sql_type} AS "{name}"'
+        for name, sql_type in ALL_TABLES[table]
+        if name not in there
+    ]
+    since = f" WHERE at_s >= {since_s!r}" if since_s and "at_s" in there else ""
+    return f'SELECT *{"".join(lacking)} FROM "{day}".{table}{since}'
+
+
+def _no_rows(table: str) -> str:
+    typed = ", ".join(f'NULL::{sql_type} AS "{name}"' for name, sql_type in ALL_TABLES[table])
     return f"(SELECT {typed} WHERE false)"

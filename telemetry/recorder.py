@@ -23,15 +23,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import Final, get_type_hints
+from typing import Final
 
 import duckdb
 import msgspec
 
+from turngate.telemetry import schema, views
 from turngate.telemetry.events import EVENT_TYPES, AnyEvent, Event
 from turngate.telemetry.metrics import Registry
-
-Columns = tuple[tuple[str, str], ...]
+from turngate.telemetry.schema import ALL_TABLES, DEFAULTS, META, SCHEMA_VERSION, TABLES, table_of
 
 BATCH_BYTES: Final = 8 << 20
 """Segments are loaded together up to this size: more saves nothing, and decoded events take twice their lines."""
@@ -39,28 +39,9 @@ BATCH_BYTES: Final = 8 << 20
 STORAGE_VERSION: Final = "v1.5.0"
 """A file of DuckDB 2.0's own version cannot be opened by the 1.5 shells that people have."""
 
-_SQL_TYPES: Final = {bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE", tuple[str, ...]: "VARCHAR[]"}
 _DAY_S: Final = 86_400
 _EPOCH: Final = date(1970, 1, 1)
 _DAYS_MAX: Final = (date.max - _EPOCH).days
-
-
-def table_of(event_type: type[Event]) -> str:
-    """The evidence table of an event type: its tag."""
-    return str(event_type.__struct_config__.tag)
-
-
-def columns_of(event_type: type[Event]) -> Columns:
-    """Column names and SQL types of an event type, the time first."""
-    hints = get_type_hints(event_type)
-    names = sorted(event_type.__struct_fields__, key=lambda name: name != "at_s")
-    return tuple((name, _SQL_TYPES.get(hints[name], "VARCHAR")) for name in names)
-
-
-TABLES: Final[dict[str, Columns]] = {
-    table_of(event_type): columns_of(event_type) for event_type in EVENT_TYPES
-}
-SEGMENTS: Final[Columns] = (("name", "VARCHAR"), ("rows", "BIGINT"), ("loaded_s", "DOUBLE"))
 
 
 class Recorder:
@@ -223,7 +204,7 @@ class Recorder:
             self._ready_days.discard(day)
         database.begin()
         if day not in self._ready_days:
-            _prepare_tables(database)
+            _prepare_tables(database, path.stem, self._clock())
         names = [segment.path.name for segment in segments]
         known = database.execute(
             "SELECT name FROM day.segments WHERE list_contains(?, name)", [names]
@@ -354,19 +335,39 @@ def _open_memory() -> duckdb.DuckDBPyConnection:
     )
 
 
-def _prepare_tables(database: duckdb.DuckDBPyConnection) -> None:
-    """Make the tables, or add the columns that a file of an older version lacks."""
+def _prepare_tables(database: duckdb.DuckDBPyConnection, day: str, now_s: float) -> None:
+    """Bring the file to this schema: make what it lacks, and say in it what everything means.
+
+    A file of a newer schema is written to as it is: schemas only grow.
+    """
     there = set(
         database.execute(
             "SELECT table_name, column_name FROM duckdb_columns() WHERE database_name = 'day'"
         ).fetchall()
     )
-    for table, columns in {**TABLES, "segments": SEGMENTS}.items():
+    for table, columns in ALL_TABLES.items():
         declared = ", ".join(f'"{name}" {sql_type}' for name, sql_type in columns)
         database.execute(f"CREATE TABLE IF NOT EXISTS day.{table} ({declared})")
         for name, sql_type in columns:
             if there and (table, name) not in there:
-                database.execute(f'ALTER TABLE day.{table} ADD COLUMN IF NOT EXISTS "{name}" {sql_type}')
+                default = DEFAULTS.get(table, {}).get(name, "NULL")
+                database.execute(
+                    f'ALTER TABLE day.{table} ADD COLUMN IF NOT EXISTS "{name}" {sql_type} DEFAULT {default}'
+                )
+    (written_by,) = database.execute(f"SELECT max(schema_version) FROM day.{META}").fetchall()[0]
+    if written_by is None or written_by < SCHEMA_VERSION:
+        database.execute(schema.comment_statements("day."))
+        database.execute(views.view_statements("day."))
+        database.execute(views.comment_statements("day.", _view_columns(database)))
+        database.execute(f"INSERT INTO day.{META} VALUES (?, ?, ?)", [day, SCHEMA_VERSION, now_s])
+
+
+def _view_columns(database: duckdb.DuckDBPyConnection) -> list[tuple[str, str]]:
+    return database.execute(
+        "SELECT table_name, column_name FROM duckdb_columns() "
+        "WHERE database_name = 'day' AND list_contains(?, table_name)",
+        [list(views.VIEWS)],
+    ).fetchall()
 
 
 def _insert(
@@ -385,17 +386,20 @@ def _insert(
         database.execute(_INSERTS[event_type], [b"\n".join(lines).decode(errors="replace")])
 
 
-def _insert_statement(table: str, columns: Columns) -> str:
-    shape = msgspec.json.encode(dict(columns)).decode()
+def _insert_statement(table: str) -> str:
+    shape = msgspec.json.encode(dict(TABLES[table])).decode()
+    # A line of an older version lacks fields: its row says what the field's default says, never NULL.
+    filled = ", ".join(
+        f'coalesce("{name}", {default}) AS "{name}"' for name, default in DEFAULTS[table].items()
+    )
     return (
-        f"INSERT INTO day.{table} BY NAME SELECT unnest(from_json(line, '{shape}'), max_depth := 2) "
-        "FROM (SELECT unnest(string_split(?, chr(10))) AS line)"
+        f"INSERT INTO day.{table} BY NAME SELECT *{f' REPLACE ({filled})' if filled else ''} "
+        f"FROM (SELECT unnest(from_json(line, '{shape}'), max_depth := 2) "
+        "FROM (SELECT unnest(string_split(?, chr(10))) AS line))"
     )
 
 
-_INSERTS: Final = {
-    event_type: _insert_statement(table_of(event_type), columns_of(event_type)) for event_type in EVENT_TYPES
-}
+_INSERTS: Final = {event_type: _insert_statement(table_of(event_type)) for event_type in EVENT_TYPES}
 
 
 @contextmanager

@@ -642,6 +642,23 @@ async def test_a_reset_answer_of_open_length_is_reset_for_the_app_too(
             await reader.read()
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1', '{"a": 1}'], ids=["cut", "whole"])
+async def test_a_whole_answer_whose_call_was_cut_by_the_length_limit_is_withheld(
+    provider: Provider, ports: dict[str, int], arguments: str
+) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    body = json.dumps({"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": "length"}]})
+    provider.handler = provider.answering(answer(length(body.encode()), body.encode()))
+    got = await ask(ports["enforce-tools"], sized(PATHS["chat"], TOOLS_BODY))
+    if arguments.endswith("}"):
+        assert (got.first, got.body) == (b"HTTP/1.1 200 OK", body.encode())
+    else:
+        assert got.first == b"HTTP/1.1 502 Bad Gateway"
+        assert got.get(b"x-turngate-reason") == b"call.arguments_unclosed"
+        assert b"call_1" not in got.body
+
+
 @pytest.mark.parametrize("body", [TEXT_BODY, TOOLS_BODY], ids=["text", "tools"])
 @pytest.mark.parametrize("raw", CUTS.values(), ids=CUTS)
 async def test_an_answer_cut_short_never_looks_whole_where_enforced(

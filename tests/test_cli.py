@@ -28,7 +28,8 @@ from turngate.proxy.simulator import Simulator
 from turngate.telemetry.events import AnyEvent, ExchangeEnded, Outcome
 from turngate.telemetry.metrics import Registry
 from turngate.telemetry.queries import connect_readonly
-from turngate.telemetry.recorder import TABLES, Recorder
+from turngate.telemetry.recorder import Recorder
+from turngate.telemetry.schema import TABLES
 from turngate.telemetry.spool import Spool
 
 Json = dict[str, Any]
@@ -475,7 +476,7 @@ def test_query_writes_parquet_with_types_and_order(
 
 REFUSED: dict[str, tuple[str, list[str], int, str]] = {
     "a mistake": ("SELEKT 1", [], 64, "syntax error"),
-    "an unknown view": ("FROM exchanges", [], 64, "exchange_ended"),
+    "an unknown view": ("FROM exchange", [], 64, "exchanges"),
     "an empty statement": ("", [], 64, "one SELECT at a time"),
     "two statements": ("SELECT 1; SELECT 2", [], 64, "one SELECT at a time"),
     "a deletion": ("DELETE FROM exchange_ended", [], 64, "can be read, not changed"),

@@ -33,7 +33,7 @@ import pytest
 from turngate.proxy.simulator import Received, Simulator
 from turngate.telemetry.events import AnyEvent, StateChanged
 from turngate.telemetry.queries import connect_readonly
-from turngate.telemetry.recorder import TABLES
+from turngate.telemetry.schema import TABLES
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="finds the observer's process id in /proc"

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from turngate.proxy import supervisor as supervisor_module
 from turngate.proxy.admin import Status, admin_app, is_loopback
 from turngate.proxy.keys import load_or_create_key
+from turngate.proxy.observer import Audience
 from turngate.proxy.supervisor import ObserverSettings, Supervisor
 from turngate.telemetry.events import AnyEvent, FailureCounted, ObserverStarted, StateChanged
 from turngate.telemetry.queries import connect_readonly, run_query
@@ -135,6 +136,33 @@ async def test_each_event_is_one_row_however_often_the_observer_is_killed(
     assert operations(tmp_path) == Counter(f"op-{n}" for n in range(emitted))
     assert [path.name for path in (tmp_path / "spool").iterdir()] == [".loading"]
     assert len(list((tmp_path / "evidence").glob("*.corrupt-*"))) == 0
+
+
+def test_who_fails_to_listen_is_counted_and_the_others_are_told() -> None:
+    audience = Audience("1")
+    heard: list[AnyEvent] = []
+
+    def deaf(events: Sequence[AnyEvent]) -> None:
+        raise ValueError("cannot take that")
+
+    audience.add_sink("log", deaf)
+    audience.add_sink("otlp", heard.extend)
+    events = [move(1), move(2)]
+    audience.observe_all(iter(events))
+    assert heard == events
+    assert audience.value("dispatch_transitions_total", "SENT", "STREAMING") == 2
+    assert audience.value("observer_failures_total", "log") == 1
+
+
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_BSP_SCHEDULE_DELAY"])
+async def test_variables_that_the_collectors_side_cannot_use_stop_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv(variable, "soon")
+    async with a_house(tmp_path) as house:
+        house.spool.emit(move(1))
+        await house.loaded(1)
 
 
 async def test_a_restart_loses_no_scrape_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

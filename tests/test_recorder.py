@@ -23,7 +23,8 @@ from turngate.telemetry import recorder as recorder_module
 from turngate.telemetry.events import EVENT_TYPES, Event, FailureCounted, StateChanged
 from turngate.telemetry.metrics import METRICS, PREFIX, Registry
 from turngate.telemetry.queries import QueryTimeout, connect_readonly, open_unknowns, run_query
-from turngate.telemetry.recorder import TABLES, Recorder, table_of
+from turngate.telemetry.recorder import Recorder
+from turngate.telemetry.schema import TABLES, table_of
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()
 MIDNIGHT = datetime(2026, 3, 2, tzinfo=UTC).timestamp()
@@ -212,6 +213,43 @@ def test_a_recorder_that_dies_before_it_removes_a_segment_does_not_load_it_again
     place.recorder.close()
     assert place.another().load_pending() == 0
     assert (place.segments(), place.operations()) == ([], {"op-1": 1})
+
+
+LOADING = """
+import sys
+from pathlib import Path
+from turngate.telemetry import recorder
+from turngate.telemetry.metrics import Registry
+
+recorder.BATCH_BYTES = 1  # each segment by itself
+load_day = recorder.Recorder._load_day
+
+def tell(self, *arguments):
+    print("loading a day", flush=True)
+    load_day(self, *arguments)
+
+recorder.Recorder._load_day = tell
+root = Path(sys.argv[1])
+recorder.Recorder(root / "spool", root / "evidence", Registry("1"), clock=lambda: 1772366400.0).load_pending()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("days_before", [1, 2, 5, 8, 11])
+def test_kill_9_at_any_moment_leaves_each_row_once(place: Place, tmp_path: Path, days_before: int) -> None:
+    for n in range(6):
+        place.seal([move(f"early-{n}"), move(f"late-{n}", at_s=MIDNIGHT)], f"i-{n:08d}")
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADING, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(days_before):
+            assert process.stdout.readline() == "loading a day\n"
+        process.kill()
+    assert place.segments() != []
+    place.another().load_pending()
+    assert place.segments() == []
+    assert place.operations() == Counter(f"{when}-{n}" for when in ("early", "late") for n in range(6))
 
 
 DAMAGE = {

@@ -18,8 +18,6 @@ ENFORCED = {
     (Stage.ENFORCE_TEXT, TOOLS): False,
     (Stage.ENFORCE_TOOLS, TEXT): True,
     (Stage.ENFORCE_TOOLS, TOOLS): True,
-    (Stage.ENFORCE_SCHEMA, TEXT): True,
-    (Stage.ENFORCE_SCHEMA, TOOLS): True,
 }
 
 ACTIONS = {
@@ -30,7 +28,7 @@ ACTIONS = {
     Verdict.ILLEGAL: (Action.MARK, Action.REFUSE),
 }
 
-LADDER = (Stage.OFF, Stage.OBSERVE, Stage.ENFORCE_TEXT, Stage.ENFORCE_TOOLS, Stage.ENFORCE_SCHEMA)
+LADDER = (Stage.OFF, Stage.OBSERVE, Stage.ENFORCE_TEXT, Stage.ENFORCE_TOOLS)
 
 
 @pytest.mark.parametrize(("cell", "expected"), ENFORCED.items(), ids=lambda cell: str(cell))
