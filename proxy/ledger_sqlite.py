@@ -78,6 +78,15 @@ class _Claim:
     done: asyncio.Future[None]
 
 
+@dataclass(slots=True)
+class _Row:
+    """A dispatch that waits to be written, and the moves that are not told yet."""
+
+    dispatch: Dispatch
+    before: str
+    through: tuple[str, ...] = ()
+
+
 class Ledger:
     """Durable claims, written-behind records and moves, leases and sweeps of dispatches.
 
@@ -109,7 +118,7 @@ class Ledger:
         # Shared by both threads, under the lock.
         self._lock = threading.Lock()
         self._claims: list[_Claim] = []
-        self._dirty: dict[str, Dispatch] = {}
+        self._dirty: dict[str, _Row] = {}
         self._rung = False
         self._running = False
         self._closing = False
@@ -161,8 +170,7 @@ class Ledger:
 
     def record(self, d: Dispatch) -> None:
         """Write a new dispatch behind, in whatever state it is; nobody waits."""
-        self._put(d)
-        self._tell("", d)
+        self._put("", d)
 
     def move(
         self,
@@ -180,8 +188,7 @@ class Ledger:
         except IllegalMove as exc:
             self._count("ledger.move", str(exc))
             return d
-        self._put(after)
-        self._tell(d.state, after)
+        self._put(d.state, after)
         return after
 
     async def close(self) -> None:
@@ -196,20 +203,25 @@ class Ledger:
 
     # The loop thread's side.
 
-    def _put(self, d: Dispatch) -> None:
-        dropped = 0
+    def _put(self, before: str, d: Dispatch) -> None:
+        dropped: list[_Row] = []
         with self._lock:
             running = self._running
             if running:
                 if not self._dirty:
                     self._loop.call_later(self._write_behind_s, self._ring_for_rows)
-                self._dirty[d.operation] = d
+                row = self._dirty.get(d.operation)
+                if row is None:
+                    self._dirty[d.operation] = _Row(d, before)
+                else:
+                    row.through += (row.dispatch.state,)
+                    row.dispatch = d
                 if len(self._dirty) >= 2 * KEPT_ROWS_MAX:
                     dropped = self._trim()
         if not running:
             self._count("ledger.write", f"{self._path} is not open: {d.operation} {d.state} is not recorded")
-        if dropped:
-            self._count("ledger.dropped", f"{dropped} rows")
+            self._tell(before, d)
+        self._drop(dropped)
 
     def _ring_for_rows(self) -> None:
         # While the disk fails the writer's back-off sets the pace, not the traffic.
@@ -223,14 +235,26 @@ class Ledger:
             self._rung = True
             self._bell.put(None)
 
-    def _trim(self) -> int:
-        """Forget all but the newest operations; how many. Needs the lock."""
+    def _trim(self) -> "list[_Row]":
+        """Forget all but the newest operations; which. Needs the lock."""
         surplus = max(0, len(self._dirty) - KEPT_ROWS_MAX)
+        forgotten = list(islice(self._dirty.values(), surplus))
         if surplus:
             self._dirty = dict(islice(self._dirty.items(), surplus, None))
-        return surplus
+        return forgotten
 
-    def _tell(self, before: str, d: Dispatch) -> None:
+    def _drop(self, rows: "Iterable[_Row]") -> None:
+        """Count rows that will not be written; what happened is told all the same."""
+        rows = list(rows)
+        if rows:
+            self._count("ledger.dropped", f"{len(rows)} rows")
+            self._tell_rows(rows)
+
+    def _tell_rows(self, rows: "Iterable[_Row]") -> None:
+        for row in rows:
+            self._tell(row.before, row.dispatch, row.through)
+
+    def _tell(self, before: str, d: Dispatch, through: tuple[str, ...] = ()) -> None:
         self._emit(
             StateChanged(
                 at_s=d.changed_s,
@@ -239,6 +263,7 @@ class Ledger:
                 before=str(before),
                 after=str(d.state),
                 how=d.how,
+                through=through,
             )
         )
 
@@ -309,11 +334,11 @@ class Ledger:
             self._failed(exc, claims)
             if _may_pass(exc):
                 self._keep(rows)
-            elif rows:
+            else:
                 # The same rows would fail the same way for ever and hold up all others.
-                self._count("ledger.dropped", f"{len(rows)} rows")
+                self._drop(rows.values())
 
-    def _take(self) -> tuple[list[_Claim], dict[str, Dispatch]]:
+    def _take(self) -> "tuple[list[_Claim], dict[str, _Row]]":
         with self._lock:
             self._rung = False
             claims, self._claims = self._claims, []
@@ -324,13 +349,15 @@ class Ledger:
                 self._dirty = dict(islice(self._dirty.items(), BATCH_ROWS_MAX, None))
         return claims, rows
 
-    def _write(self, claims: list[_Claim], rows: dict[str, Dispatch]) -> None:
+    def _write(self, claims: list[_Claim], rows: "dict[str, _Row]") -> None:
         now_s = self._clock()
         renewal_due = self._store.renewal_in_s(now_s) <= 0.0
         if not (claims or rows or renewal_due):
             return
         self._store.connect()
-        written = self._store.write([claim.dispatch for claim in claims], rows.values(), now_s=now_s)
+        written = self._store.write(
+            [claim.dispatch for claim in claims], [row.dispatch for row in rows.values()], now_s=now_s
+        )
         self._upkeep_due = self._upkeep_due or renewal_due
         if claims or rows:
             self.commits += 1
@@ -341,6 +368,7 @@ class Ledger:
                 for index, claim in enumerate(claims)
             ]
         )
+        self._tell_rows(rows.values())
         for operation, stored, wanted in written.lost:
             self._count("ledger.cas", f"{operation} stays {stored}, not {wanted}")
 
@@ -363,13 +391,19 @@ class Ledger:
         self._count("ledger.write", f"{type(exc).__name__}: {exc}")
         self._answer([(claim, _down(self._path, exc)) for claim in claims])
 
-    def _keep(self, rows: dict[str, Dispatch]) -> None:
+    def _keep(self, rows: "dict[str, _Row]") -> None:
         """Put rows back that could not be written; what changed meanwhile is newer and stands."""
         with self._lock:
+            for operation, newer in self._dirty.items():
+                older = rows.get(operation)
+                if older is not None:
+                    newer.before, newer.through = (
+                        older.before,
+                        (*older.through, older.dispatch.state, *newer.through),
+                    )
             self._dirty = rows | self._dirty
             dropped = self._trim()
-        if dropped:
-            self._count("ledger.dropped", f"{dropped} rows")
+        self._drop(dropped)
 
     def _end_lease(self) -> None:
         try:
@@ -383,11 +417,10 @@ class Ledger:
         with self._lock:
             self._running = False
             claims, self._claims = self._claims, []
-            left, self._dirty = len(self._dirty), {}
+            left, self._dirty = self._dirty, {}
         self._store.disconnect()
         self._answer([(claim, LedgerDown(f"{self._path} was closed")) for claim in claims])
-        if left:
-            self._count("ledger.dropped", f"{left} rows")
+        self._drop(left.values())
 
 
 def read_dispatches(path: Path) -> list[Dispatch]:

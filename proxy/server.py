@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -117,7 +117,7 @@ class Proxy:
             emit=self.spool.emit,
             monotonic=time.monotonic,
             wall=time.time,
-            new_operation=lambda: f"op-{secrets.token_hex(8)}",
+            new_operation=_operations().__next__,
             judge=Judge(),
             digest_key=load_or_create_key(data_dir / "keys" / "digest.key", 32),
             instance=self.instance,
@@ -245,6 +245,14 @@ class Proxy:
             await asyncio.sleep(LEDGER_RETRY_S)
             if await asyncio.to_thread(self._open_ledger):
                 return
+
+
+def _operations() -> Iterator[str]:
+    """Ids that grow within a process: the ledger's index is then written at its end, at two thirds of the price."""
+    while True:
+        prefix = secrets.token_hex(5)
+        for number in range(1 << 24):
+            yield f"op-{prefix}{number:06x}"
 
 
 def _place(url: str) -> tuple[str, int]:

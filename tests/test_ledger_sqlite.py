@@ -233,11 +233,9 @@ async def test_an_exchange_that_ends_soon_costs_one_insert(
     assert writes.states == [State.COMMITTED]
     assert ledger.commits == 1
     assert read_dispatches(bench.path) == [d]
-    assert [after for _, _, after, _ in bench.diary.moves] == [
-        "DISPATCHING",
-        "SENT",
-        "STREAMING",
-        "COMMITTED",
+    told = [event for event in bench.diary.events if isinstance(event, StateChanged)]
+    assert [(event.before, event.through, event.after) for event in told] == [
+        ("", ("DISPATCHING", "SENT", "STREAMING"), "COMMITTED")
     ]
 
 
@@ -267,6 +265,29 @@ async def test_rows_beyond_one_batch_are_all_written(bench: Bench) -> None:
     await ledger.close()
     assert len(bench.states) == count
     assert ledger.commits == 3
+
+
+async def test_moves_that_could_not_be_written_are_told_once_with_those_that_follow(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = bench.ledger(write_behind_s=0.0)
+    write, failures = ledger._store.write, iter([sqlite3.OperationalError("disk I/O error")])
+
+    def failing_once(*args: Any, **kwargs: Any) -> Any:
+        for failure in failures:
+            raise failure
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(ledger._store, "write", failing_once)
+    d = bench.row("op-1")
+    ledger.record(d)
+    await bench.diary.until(lambda: bool(bench.diary.failures("ledger.write")))
+    ledger.move(ledger.move(d, State.SENT), State.STREAMING)
+    await ledger.close()
+    told = [event for event in bench.diary.events if isinstance(event, StateChanged)]
+    states = [each for event in told for each in (*event.through, event.after)]
+    assert states == ["DISPATCHING", "SENT", "STREAMING"]
+    assert [event.before for event in told[1:]] == [event.after for event in told[:-1]]
 
 
 async def test_moves_after_a_claim_are_stored(bench: Bench) -> None:
