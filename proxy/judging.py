@@ -26,6 +26,10 @@ from turngate.validators.rules import Judgement, Levels, judge
 WORTH_BYTES: Final = 16 * 1024
 """Smaller bodies are decoded faster than they are remembered."""
 REMEMBERED_MAX: Final = 64
+MET_MAX: Final = 16
+"""Bodies met once are kept whole, with what was read out of them."""
+ALIKE_BYTES: Final = 1024
+"""Looked at first: most bodies differ there."""
 REMEMBERED_BYTES_MAX: Final = 32 * 2**20
 
 
@@ -57,10 +61,27 @@ class _Settled:
     hashed: Any  # hashlib's objects have no public type
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Met:
+    """A legal body that was met once. Its beginning is worked out when another body seems to go on from it: most
+    conversations of one request never come back, and that work is a third of judging them."""
+
+    body: bytes
+    levels: Levels
+    context: RequestContext
+    sequence: MessageSequence
+
+    def seems_to_begin(self, body: bytes) -> bool:
+        """True where the first quarter is the same: tools may stand behind the messages, and the last turn be long."""
+        quarter = len(self.body) // 4
+        return all(body.startswith(self.body[:end]) for end in (min(ALIKE_BYTES, quarter), quarter))
+
+
 class Judge:
     """Judges requests; keeps the beginnings of recent conversations, bounded in number and bytes."""
 
     def __init__(self) -> None:
+        self._met: list[_Met] = []  # the latest last
         self._settled: list[_Settled] = []  # the latest last; a table of 250 KB keys would hash them
         self._bytes = 0
 
@@ -68,17 +89,20 @@ class Judge:
         self, dialect: Dialect, body: bytes, levels: Levels, context: RequestContext = NO_CONTEXT
     ) -> Judged:
         """Raises Undecodable."""
-        known = self._find(dialect.api, body, levels, context)
+        known = self._find(dialect.api, body, levels, context) or self._settle(
+            dialect.api, body, levels, context
+        )
         if known is not None:
             judged = self._continue(dialect, body, known)
             if judged is not None:
                 return judged
         sequence = dialect.parse_request(body, context)
         judgement = judge(sequence, levels)
-        settled = None
         if len(body) >= WORTH_BYTES and not judgement.findings and context.window is None:
-            settled = self._remember(sequence, body, body, levels, context, None)
-        return Judged(sequence, judgement, _digest(body, settled))
+            self._met.append(_Met(body, levels, context, sequence))
+            self._bytes += len(body)
+            self._make_room()
+        return Judged(sequence, judgement, sha256(body).digest())
 
     def _find(self, api: str, body: bytes, levels: Levels, context: RequestContext) -> _Settled | None:
         if len(body) < WORTH_BYTES:
@@ -94,6 +118,23 @@ class Judge:
                     self._settled.remove(settled)
                     self._settled.append(settled)
                 return settled
+        return None
+
+    def _settle(self, api: str, body: bytes, levels: Levels, context: RequestContext) -> _Settled | None:
+        """Work out the beginning that this body seems to share with one met before; None where it does not."""
+        if len(body) < WORTH_BYTES:
+            return None
+        for met in reversed(self._met):
+            if (
+                met.levels is levels
+                and met.sequence.api == api
+                and met.context == context
+                and met.seems_to_begin(body)
+            ):
+                self._met.remove(met)
+                self._bytes -= len(met.body)
+                settled = self._remember(met.sequence, met.body, met.body, levels, context, None)
+                return settled if settled is not None and body.startswith(settled.prefix) else None
         return None
 
     def _continue(self, dialect: Dialect, body: bytes, known: _Settled) -> Judged | None:
@@ -160,19 +201,23 @@ class Judge:
         ids.update(_ids(sequence, turn))
         self._settled.append(settled)
         self._bytes += len(prefix)
+        self._make_room()
+        return settled
+
+    def _make_room(self) -> None:
+        """What was met once goes first."""
+        while self._met and (len(self._met) > MET_MAX or self._bytes > REMEMBERED_BYTES_MAX):
+            self._bytes -= len(self._met.pop(0).body)
         while len(self._settled) > REMEMBERED_MAX or self._bytes > REMEMBERED_BYTES_MAX:
             self._forget(self._settled[0])
-        return settled
 
     def _forget(self, settled: _Settled) -> None:
         self._settled.remove(settled)
         self._bytes -= len(settled.prefix)
 
 
-def _digest(body: bytes, settled: _Settled | None) -> bytes:
-    """sha256 of a body whose beginning may have been hashed already."""
-    if settled is None:
-        return sha256(body).digest()
+def _digest(body: bytes, settled: _Settled) -> bytes:
+    """sha256 of a body whose beginning has been hashed already."""
     hashed = settled.hashed.copy()
     hashed.update(body[len(settled.prefix) :])
     digest: bytes = hashed.digest()
