@@ -419,8 +419,10 @@ class App:
         "_framing",
         "_request",
         "continue_due",
+        "ended",
         "gone",
         "head",
+        "told",
         "written_bytes",
     )
 
@@ -432,6 +434,10 @@ class App:
         self.continue_due = self.head.expects_continue
         """The app waits for a 100 that `read` gives it. False where the provider's own is passed on."""
         self.gone = connection.transport is None
+        self.ended = False
+        """The answer was given a proper end."""
+        self.told: Callable[[bytes], None] | None = None
+        """Shown each piece of the answer's body once it is written; must not raise."""
         self.written_bytes = 0
 
     # The request
@@ -484,9 +490,12 @@ class App:
         """Write entity bytes, as one piece."""
         self.written_bytes += len(data)
         self._write(chunk(data) if self._framing is Framing.CHUNKED else data)
+        if self.told is not None:
+            self.told(data)
 
     def end(self) -> None:
         """The answer is whole."""
+        self.ended = True
         if self._framing is Framing.CHUNKED:
             self._write(LAST_CHUNK)
 

@@ -467,6 +467,8 @@ class Exchange:
             record.retracted(verdict, self.app.written_bytes)
         if verdict is not None and self.reply.assembler is not None:
             record.calls(verdict, len(self.reply.assembler.calls))
+        for witness, detail in self.reply.witnessed():
+            record.witnessed(witness, detail)
         self._settle(verdict)
         assembler = self.reply.assembler
         finish = verdict.finish.value if verdict is not None and verdict.finish is not None else ""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from turngate.proxy.rollout import Action, Stage
+from turngate.proxy.witnesses import Witness
 from turngate.telemetry import events
 from turngate.telemetry.events import AnyEvent, Outcome
 from turngate.validators.graph import MessageSequence
@@ -124,6 +125,20 @@ class Record:
                 cause=verdict.reason or Reason.INTERNAL,
                 enforced=self.enforced,
                 preview_bytes=preview_bytes,
+            )
+        )
+
+    def witnessed(self, witness: Witness, detail: str) -> None:
+        """A witness found something wrong with the answer."""
+        self.emit(
+            events.WitnessSpoke(
+                at_s=self.wall(),
+                operation=self.operation,
+                upstream=self.upstream,
+                api=self.api,
+                witness=witness,
+                enforced=self.enforced,
+                detail=detail,
             )
         )
 

@@ -19,6 +19,7 @@ from turngate.proxy.record import Record
 from turngate.proxy.rollout import RequestClass
 from turngate.proxy.upstream import Broken, Head, Link
 from turngate.proxy.wire import Framing
+from turngate.proxy.witnesses import Witness, Witnesses
 from turngate.validators.gate import Gate
 from turngate.validators.graph import MessageSequence
 from turngate.validators.rules import Reason
@@ -57,6 +58,7 @@ class Reply:
         "_timeouts",
         "_verdict",
         "_watchdog",
+        "_witnesses",
         "assembler",
         "dialect",
         "ended_by_us",
@@ -83,10 +85,19 @@ class Reply:
         self._verdict: TurnVerdict | None = None
         self._active_s = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
+        self._witnesses: Witnesses | None = None
 
     @property
     def verdict(self) -> TurnVerdict | None:
         return self._gate.verdict if self._gate is not None else self._verdict
+
+    def witnessed(self) -> list[tuple[Witness, str]]:
+        """What the witnesses find wrong with the answer as the app got it."""
+        self._app.told = None
+        if self._witnesses is None:
+            return []
+        passed = self._record.outcome == "passed" and not self._app.gone
+        return list(self._witnesses.found(clean=self._app.ended, passed=passed))
 
     def give_up(self, ending: Ending) -> None:
         """Close the provider's side; what waits for it goes on with this ending."""
@@ -121,6 +132,10 @@ class Reply:
 
     async def receive(self, link: Link, head: Head) -> None:
         """Take the answer behind its head and give the app what may pass."""
+        if self.dialect is not None and self.sequence is not None and 200 <= head.status < 300:
+            plain = _encoding(head) == b"identity"
+            self._witnesses = Witnesses(self.dialect.api, plain=plain, failed=self._record.failed)
+            self._app.told = self._witnesses.told
         if self.sequence is None or self.dialect is None:
             await self._pass(link, head)
         elif not 200 <= head.status < 300:
@@ -226,7 +241,11 @@ class Reply:
             framing = Framing.CHUNKED  # the gate may withhold bytes
         self.start(head, framing)
 
+        witnesses = self._witnesses
+
         def let_through(data: bytes) -> bool:
+            if witnesses is not None:
+                witnesses.took(data)
             out = self._let_through(gate, data)
             if out:
                 app.send(out)
@@ -269,12 +288,17 @@ class Reply:
         app = self._app
         framing = self._framing(head)
         self.start(head, framing)
+        witnesses = self._witnesses
         for data in first:
             app.send(data)
+            if witnesses is not None:
+                witnesses.took(data)
 
         def pass_on(data: bytes) -> bool:
             nonlocal watch
             app.send(data)
+            if witnesses is not None:
+                witnesses.took(data)
             if watch is not None and not self._seen(watch.see, data):
                 watch = None
             self._active_s = self._record.monotonic()

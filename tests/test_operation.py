@@ -23,8 +23,9 @@ from turngate.proxy.keys import load_or_create_key
 from turngate.proxy.record import Record
 from turngate.proxy.rollout import Stage
 from turngate.proxy.simulator import Simulator
+from turngate.telemetry.witness import Flow, Scanner
 from turngate.validators.gate import Gate
-from turngate.validators.stream import Assembler
+from turngate.validators.stream import Assembler, Call
 
 ORPHAN = {
     "model": "m",
@@ -274,6 +275,10 @@ FAULTS = {
     "the gate": (Gate, "receive", "gate"),
     "the end of the gate": (Gate, "finish", "gate"),
     "the assembler": (Assembler, "receive", "gate"),
+    "the sum of what came in": (Flow, "took", "witness"),
+    "the sum of what went out": (Flow, "gave", "witness"),
+    "the scanner": (Scanner, "see", "witness"),
+    "the scanner's last word": (Scanner, "end", "record"),
 }
 
 
@@ -295,6 +300,53 @@ async def test_a_fault_of_ours_leaves_observed_traffic_as_it_is_and_is_counted(
         assert (through[0], through[2]) == (alone[0], alone[2])
         monkeypatch.undo()
     assert (where,) in evidence(tmp_path, 'SELECT DISTINCT "where" FROM failure_counted')
+
+
+HALF_A_CALL = {
+    "refusals": False,
+    "steps": [{"when": {}, "answer": {"calls": [{"name": "look", "arguments": ['{"a": 1']}]}}],
+}
+SPOKEN = "SELECT witness, enforced FROM witness_spoke"
+
+
+async def test_the_witnesses_have_nothing_to_say_of_sound_traffic(tmp_path: Path) -> None:
+    async with Simulator() as provider, in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy:
+        assert (await post(proxy.url, LOOK))[0] == 200
+    assert evidence(tmp_path, SPOKEN) == []
+
+
+async def test_a_call_that_the_gate_lets_through_by_mistake_is_seen_by_the_scanner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        Simulator(HALF_A_CALL) as provider,
+        in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy,
+    ):
+        await post(proxy.url, LOOK)
+        monkeypatch.setattr(Call, "fault", lambda _call: None)
+        await post(proxy.url, LOOK)
+        monkeypatch.undo()
+    assert evidence(tmp_path, SPOKEN) == [("partial_tool_dispatch", True)]
+
+
+async def test_half_a_call_that_is_only_watched_is_told_as_not_enforced(tmp_path: Path) -> None:
+    async with Simulator(HALF_A_CALL) as provider, in_loop(tmp_path, both(provider)) as proxy:
+        await post(proxy.url, LOOK)
+    assert evidence(tmp_path, SPOKEN) == [("partial_tool_dispatch", False)]
+
+
+async def test_bytes_that_change_on_their_way_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = Gate.receive
+    async with (
+        Simulator(ANSWERED) as provider,
+        in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy,
+    ):
+        monkeypatch.setattr(Gate, "receive", lambda gate, data: receive(gate, data).replace(b"fine", b"fire"))
+        await post(proxy.url, LOOK)
+        monkeypatch.undo()
+    assert evidence(tmp_path, SPOKEN) == [("byte_mismatch", True)]
 
 
 async def test_a_fault_in_telling_leaves_the_answer_whole(

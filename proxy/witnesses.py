@@ -1,0 +1,49 @@
+"""The witnesses of one answer: they see what came from the provider and what was written to the app, and share no code
+with what decides between the two."""
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from turngate.telemetry.witness import Flow, Scanner
+
+Witness = Literal["partial_tool_dispatch", "byte_mismatch"]
+
+
+class Witnesses:
+    """`took` and `told` are shown each piece; a fault in them is told to `failed`, once, and costs nobody a byte."""
+
+    __slots__ = ("_failed", "_flow", "_scanner")
+
+    def __init__(self, api: str, *, plain: bool, failed: Callable[[str, Exception], None]) -> None:
+        self._flow: Flow | None = Flow()
+        self._scanner = Scanner(api) if plain else None  # what is compressed it cannot read
+        self._failed = failed
+
+    def took(self, data: bytes) -> None:
+        """The provider sent this."""
+        try:
+            if self._flow is not None:
+                self._flow.took(data)
+        except Exception as error:  # noqa: BLE001 - who only watches must not disturb
+            self._give_up(error)
+
+    def told(self, data: bytes) -> None:
+        """The app was written this."""
+        try:
+            if self._flow is not None:
+                self._flow.gave(data)
+            if self._scanner is not None:
+                self._scanner.see(data)
+        except Exception as error:  # noqa: BLE001 - who only watches must not disturb
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._flow = self._scanner = None
+        self._failed("witness", error)
+
+    def found(self, *, clean: bool, passed: bool) -> Iterator[tuple[Witness, str]]:
+        """What is wrong. `clean`: the answer was given a proper end; `passed`: all of it should have gone to the app."""
+        if self._scanner is not None and (detail := self._scanner.end(clean=clean)):
+            yield "partial_tool_dispatch", detail
+        if self._flow is not None and passed and (detail := self._flow.mismatch):
+            yield "byte_mismatch", detail
