@@ -99,6 +99,11 @@ class Reply:
         passed = self._record.outcome == "passed" and not self._app.gone
         return list(self._witnesses.found(clean=self._app.ended, passed=passed))
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that wait in the gate now."""
+        return self._gate.held_bytes if self._gate is not None else 0
+
     def give_up(self, ending: Ending) -> None:
         """Close the provider's side; what waits for it goes on with this ending."""
         if not self._app.gone:

@@ -54,6 +54,19 @@ class ProxyStopped(Event, frozen=True, tag="proxy_stopped"):
     open_exchanges: int
 
 
+class ProxyPulse(Event, frozen=True, tag="proxy_pulse"):
+    """How a proxy process is doing at this moment, told every few seconds while it works.
+
+    `eventloop_lag_s`: the latest that a timer of its loop came since the pulse before.
+    """
+
+    instance: str
+    open_exchanges: int
+    open_streams: int
+    held_bytes: int
+    eventloop_lag_s: float
+
+
 class ObserverStarted(Event, frozen=True, tag="observer_started"):
     """The observer child was started; `restart` counts from 0 in this proxy process."""
 
@@ -228,6 +241,7 @@ class EventsDropped(Event, frozen=True, tag="events_dropped"):
 AnyEvent = (
     ProxyStarted
     | ProxyStopped
+    | ProxyPulse
     | ObserverStarted
     | StageOrdered
     | ExchangeEnded

@@ -17,12 +17,13 @@ import aiohttp
 import pytest
 from running import InLoop, Sidecar, evidence, in_loop, ledger_rows
 
-from turngate.proxy import control
+from turngate.proxy import control, server
 from turngate.proxy.judging import Judge
 from turngate.proxy.keys import load_or_create_key
 from turngate.proxy.record import Record
 from turngate.proxy.rollout import Stage
 from turngate.proxy.simulator import Simulator
+from turngate.telemetry.events import ProxyPulse
 from turngate.telemetry.witness import Flow, Scanner
 from turngate.validators.gate import Gate
 from turngate.validators.stream import Assembler, Call
@@ -300,6 +301,34 @@ async def test_a_fault_of_ours_leaves_observed_traffic_as_it_is_and_is_counted(
         assert (through[0], through[2]) == (alone[0], alone[2])
         monkeypatch.undo()
     assert (where,) in evidence(tmp_path, 'SELECT DISTINCT "where" FROM failure_counted')
+
+
+async def test_a_pulse_tells_of_open_streams_while_there_are_some_and_once_when_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "PULSE_S", 0.02)
+    call = {"calls": [{"name": "look", "arguments": {"a": 1}}]}
+    stalled = {"steps": [{"answer": call, "fault": {"stall_at_byte": 900}}]}
+    async with (
+        Simulator(stalled) as provider,
+        in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy,
+    ):
+        pulses: asyncio.Queue[ProxyPulse] = asyncio.Queue()
+        emit = proxy.proxy.spool.emit
+        monkeypatch.setattr(
+            proxy.proxy.spool,
+            "emit",
+            lambda event: pulses.put_nowait(event) if isinstance(event, ProxyPulse) else emit(event),
+        )
+        asking = asyncio.create_task(post(proxy.url, LOOK))
+        async with asyncio.timeout(30):
+            while not (pulse := await pulses.get()).held_bytes:
+                pass
+            assert (pulse.open_exchanges, pulse.open_streams) == (1, 1)
+            asking.cancel()
+            while (pulse := await pulses.get()).open_exchanges:
+                pass
+        assert (pulse.open_streams, pulse.held_bytes) == (0, 0)
 
 
 HALF_A_CALL = {

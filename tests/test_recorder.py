@@ -247,7 +247,10 @@ def test_kill_9_at_any_moment_leaves_each_row_once(place: Place, tmp_path: Path,
             assert process.stdout.readline() == "loading a day\n"
         process.kill()
     assert place.segments() != []
-    place.another().load_pending()
+    for _ in range(3):  # as the observer does: what the killed one held may be free the next time
+        place.another().load_pending()
+        if not place.segments():
+            break
     assert place.segments() == []
     assert place.operations() == Counter(f"{when}-{n}" for when in ("early", "late") for n in range(6))
 

@@ -1,0 +1,5 @@
+"""`python deploy/dashboards` writes the dashboards."""
+
+from boards import main
+
+main()
