@@ -359,3 +359,17 @@ def test_what_an_older_version_took_is_not_remembered_for_a_newer_one() -> None:
     for version, verdict in (("2023-06-01", "legal"), ("2026-10-21", "illegal"), ("2023-06-01", "legal")):
         context = RequestContext(version, frozenset())
         assert remembering.judge(dialect, body, profile, context).judgement.verdict == verdict
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES])
+def test_a_beginning_changed_behind_what_is_looked_at_first_is_read_whole(api: str) -> None:
+    dialect, profile = DIALECTS[api], levels(api, SERVERS[api][0])
+    body = plain(api, 40)
+    name = b"tool_call_id" if api == CHAT else b"tool_use_id"
+    changed = body.replace(b'"%s": "call_30"' % name, b'"%s": "call_99"' % name)
+    assert changed != body
+    warm = Judge()
+    warm.judge(dialect, body, profile)
+    judged = warm.judge(dialect, changed, profile)
+    assert judged.judgement == judge(dialect.parse_request(changed), profile)
+    assert judged.judgement.findings
