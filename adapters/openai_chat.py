@@ -44,6 +44,7 @@ from turngate.validators.stream import (
     CallNamed,
     CallOpened,
     ChoiceFinished,
+    EndedEarly,
     Finish,
     Frame,
     FrameUnreadable,
@@ -644,8 +645,9 @@ class ChatStream:
         return TextDelta(len(delta.content))
 
     def _done(self) -> tuple[StreamEvent, ...]:
-        short = 0 < len(self._finished) < self._choices
-        return (TurnEnded(),) if short and self._begun <= self._finished else ()
+        if not self._finished or self._begun > self._finished:
+            return (EndedEarly(),)
+        return (TurnEnded(),) if len(self._finished) < self._choices else ()
 
     def _second_reading(self, data: bytes) -> _Chunk | None:
         """Half a surrogate pair is JSON to most clients, and to the strict decoder it is not."""

@@ -77,17 +77,17 @@ class Connection(asyncio.Protocol):
         "_ahead",
         "_arrived",
         "_discarding",
-        "_head_bytes",
         "_headers",
-        "_in_head",
         "_latest",
         "_listener",
         "_loop",
         "_parser",
+        "_progressed",
         "_reading_paused",
         "_rest_of_body",
         "_resumed",
         "_tunnel",
+        "_unparsed_bytes",
         "_url",
         "_waiting",
         "on_lost",
@@ -118,8 +118,8 @@ class Connection(asyncio.Protocol):
         self._rest_of_body = False
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._in_head = False
-        self._head_bytes = 0  # what was read since a head began, and perhaps a little more
+        self._progressed = False
+        self._unparsed_bytes = 0  # since the parser last had something whole, and at most one read more
 
     # The life of the connection
 
@@ -147,11 +147,7 @@ class Connection(asyncio.Protocol):
         while not self._waiting:
             if self.transport is None or self.transport.is_closing():
                 return None
-            self._arrived = self._loop.create_future()
-            try:
-                await self._arrived
-            finally:
-                self._arrived = None
+            await self.arrival()
         request = self._waiting.popleft()
         self._read_on()
         return request
@@ -162,6 +158,7 @@ class Connection(asyncio.Protocol):
             ahead, self._ahead = self._ahead, None
             self._new_parser()
             self._parse(ahead)
+            self._read_on()
 
     def _refuse(self, refusal: Refusal) -> None:
         if self.transport is not None:
@@ -241,17 +238,18 @@ class Connection(asyncio.Protocol):
         parser = self._parser
         if parser is None:
             return  # the app has left
-        self._head_bytes += len(data)
+        self._unparsed_bytes += len(data)
+        self._progressed = False
         try:
             parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self._give_up(Refusal(400, f"turngate: this is no HTTP/1.1 request: {error}\n"))
-        if not self._in_head:
-            self._head_bytes = 0
-        elif self._head_bytes > 2 * HEAD_BYTES_MAX:
-            self._give_up(HEAD_TOO_LARGE)  # a read's worth may have belonged to the request before it
+        if self._progressed:
+            self._unparsed_bytes = len(data)
+        elif self._unparsed_bytes > 2 * HEAD_BYTES_MAX:
+            self._give_up(HEAD_TOO_LARGE)  # a head or trailers without end
 
     def _upgrade(self, rest: bytes) -> None:
         """The parser stops behind a head that asks for another protocol. Its body, if it has one, is HTTP still."""
@@ -269,7 +267,6 @@ class Connection(asyncio.Protocol):
     def _give_up(self, refusal: Refusal) -> None:
         """What follows cannot be read any more."""
         self._discarding = True
-        self._in_head = False
         if self._latest is not None and not self._latest.ended:
             self._latest.broken = refusal.text
             self._wake()
@@ -277,7 +274,7 @@ class Connection(asyncio.Protocol):
             self._arrive(refusal)
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -286,12 +283,15 @@ class Connection(asyncio.Protocol):
         self._headers.append((name, value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._progressed = True
         url, headers = self._url, self._headers
-        self._url, self._headers = b"", []
+        self._headers = []  # what comes now are trailers: the upstream's framing is ours, so they end here
         if self._rest_of_body:
             return
-        if self._head_bytes > HEAD_BYTES_MAX and sum(map(len, chain(*headers)), len(url)) > HEAD_BYTES_MAX:
+        if (
+            self._unparsed_bytes > HEAD_BYTES_MAX
+            and sum(map(len, chain(*headers)), len(url)) > HEAD_BYTES_MAX
+        ):
             self._give_up(HEAD_TOO_LARGE)
             self._latest = None
             return
@@ -304,16 +304,14 @@ class Connection(asyncio.Protocol):
         self._arrive(self._latest)
 
     def on_body(self, data: bytes) -> None:
+        self._progressed = True
         if (latest := self._latest) is not None:
             latest.parts.append(data)
             latest.unread_bytes += len(data)
             self._wake()
 
-    def on_chunk_header(self) -> None:
-        self._headers = []  # of trailers nothing is kept: the upstream's framing is ours
-
     def on_message_complete(self) -> None:
-        self._headers = []
+        self._progressed = True
         if self._latest is not None:
             self._latest.ended = True
             self._wake()

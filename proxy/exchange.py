@@ -27,7 +27,7 @@ from turngate.proxy.rollout import Action, Ladder, Stage, decide, enforced
 from turngate.proxy.routes import NoRoute, Route, Routes
 from turngate.proxy.upstream import Broken, Head, Link, Pool, Unreachable
 from turngate.proxy.wire import Framing
-from turngate.telemetry.events import AnyEvent
+from turngate.telemetry.events import AnyEvent, shown_model
 from turngate.validators.graph import MessageSequence
 from turngate.validators.ledger import OPEN, Dispatch, End, State
 from turngate.validators.rules import Judgement, Reason, Verdict
@@ -274,7 +274,7 @@ class Exchange:
             operation=self.record.operation,
             upstream=route.target.name,
             api=self.record.api,
-            model=sequence.model if sequence is not None else "",
+            model=shown_model(sequence.model) if sequence is not None else "",
             request_digest=self.services.keyed(self.digest) if self.digest else "",
             instance=self.services.instance,
             settle_s=0.0 if without_tools else self.services.settings.ledger.settle_s,
@@ -332,6 +332,7 @@ class Exchange:
             self.record.failed("ledger.claim", error)
             self.dispatch = None
             self.record.went_wrong("refused", "policy_dispatch")
+            self.record.reasons = (Reason.DISPATCH_CONFLICT.value,)
             self.reply.fail(409, Reason.DISPATCH_CONFLICT, "this operation has been claimed already")
             return False
         self.record.claim_s = self.services.monotonic() - began

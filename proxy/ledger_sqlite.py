@@ -235,7 +235,7 @@ class Ledger:
             self._rung = True
             self._bell.put(None)
 
-    def _trim(self) -> "list[_Row]":
+    def _trim(self) -> list[_Row]:
         """Forget all but the newest operations; which. Needs the lock."""
         surplus = max(0, len(self._dirty) - KEPT_ROWS_MAX)
         forgotten = list(islice(self._dirty.values(), surplus))
@@ -243,14 +243,14 @@ class Ledger:
             self._dirty = dict(islice(self._dirty.items(), surplus, None))
         return forgotten
 
-    def _drop(self, rows: "Iterable[_Row]") -> None:
+    def _drop(self, rows: Iterable[_Row]) -> None:
         """Count rows that will not be written; what happened is told all the same."""
         rows = list(rows)
         if rows:
             self._count("ledger.dropped", f"{len(rows)} rows")
             self._tell_rows(rows)
 
-    def _tell_rows(self, rows: "Iterable[_Row]") -> None:
+    def _tell_rows(self, rows: Iterable[_Row]) -> None:
         for row in rows:
             self._tell(row.before, row.dispatch, row.through)
 
@@ -338,7 +338,7 @@ class Ledger:
                 # The same rows would fail the same way for ever and hold up all others.
                 self._drop(rows.values())
 
-    def _take(self) -> "tuple[list[_Claim], dict[str, _Row]]":
+    def _take(self) -> tuple[list[_Claim], dict[str, _Row]]:
         with self._lock:
             self._rung = False
             claims, self._claims = self._claims, []
@@ -349,7 +349,7 @@ class Ledger:
                 self._dirty = dict(islice(self._dirty.items(), BATCH_ROWS_MAX, None))
         return claims, rows
 
-    def _write(self, claims: list[_Claim], rows: "dict[str, _Row]") -> None:
+    def _write(self, claims: list[_Claim], rows: dict[str, _Row]) -> None:
         now_s = self._clock()
         renewal_due = self._store.renewal_in_s(now_s) <= 0.0
         if not (claims or rows or renewal_due):
@@ -391,7 +391,7 @@ class Ledger:
         self._count("ledger.write", f"{type(exc).__name__}: {exc}")
         self._answer([(claim, _down(self._path, exc)) for claim in claims])
 
-    def _keep(self, rows: "dict[str, _Row]") -> None:
+    def _keep(self, rows: dict[str, _Row]) -> None:
         """Put rows back that could not be written; what changed meanwhile is newer and stands."""
         with self._lock:
             for operation, newer in self._dirty.items():

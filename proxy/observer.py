@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 import duckdb
 import msgspec
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from turngate import __version__
 from turngate.proxy.admin import Status, admin_app
@@ -141,9 +140,10 @@ def _open_tracing(settings: ObserverSettings, registry: Registry) -> "Tracing | 
 def metrics_app(registry: Registry, recorder: Recorder) -> web.Application:
     """`/metrics` and a line that points to it; nothing here changes anything."""
 
-    async def metrics(_request: web.Request) -> web.Response:
+    async def metrics(request: web.Request) -> web.Response:
         registry.set("evidence_lag_seconds", recorder.lag_s())
-        return web.Response(body=registry.render(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        body, content_type = registry.expose(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def index(_request: web.Request) -> web.Response:
         return web.Response(text="Turngate: metrics are at /metrics\n")

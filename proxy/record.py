@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from turngate.proxy.rollout import Action, Stage
-from turngate.proxy.witnesses import Witness
 from turngate.telemetry import events
-from turngate.telemetry.events import AnyEvent, Outcome
+from turngate.telemetry.events import AnyEvent, Outcome, Witness, shown_model
 from turngate.validators.graph import MessageSequence
 from turngate.validators.rules import Finding, Level, Reason, Verdict
 from turngate.validators.stream import Turn, TurnVerdict
@@ -152,7 +151,7 @@ class Record:
                 operation=self.operation,
                 upstream=self.upstream,
                 api=self.api,
-                model=_shown(sequence.model) if sequence else "",
+                model=shown_model(sequence.model) if sequence else "",
                 stream=sequence.stream if sequence else False,
                 stage=self.stage,
                 verdict=self.verdict,
@@ -168,7 +167,7 @@ class Record:
                 total_s=self.monotonic() - self.started_s,
                 server=self.server,
                 reasons=self.reasons,
-                answered_model=_shown(answered_model),
+                answered_model=shown_model(answered_model),
                 finish=finish,
                 hold_s=self.hold_s,
                 request_class=self.request_class,
@@ -176,14 +175,6 @@ class Record:
             )
         )
 
-
-def _shown(model: str) -> str:
-    """A model's name as far as it may stand in files: apps and providers invent them."""
-    return model if len(model) <= MODEL_MAX and model.isprintable() else "other"
-
-
-MODEL_MAX: Final = 128
-"""Characters."""
 
 _TRACEPARENT: Final = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 

@@ -19,7 +19,8 @@ from turngate.proxy.record import Record
 from turngate.proxy.rollout import RequestClass
 from turngate.proxy.upstream import Broken, Head, Link
 from turngate.proxy.wire import Framing
-from turngate.proxy.witnesses import Witness, Witnesses
+from turngate.proxy.witnesses import Witnesses
+from turngate.telemetry.events import Witness
 from turngate.validators.gate import Gate
 from turngate.validators.graph import MessageSequence
 from turngate.validators.rules import Reason
@@ -388,9 +389,11 @@ class Reply:
         await self._pass(link, head, first=kept.parts)
 
     def _holds_cut_call(self, verdict: TurnVerdict) -> bool:
-        """True where a length limit cut a call: beside it the rest of a whole answer cannot be passed unedited."""
-        calls = self.assembler.calls if self.assembler is not None else ()
-        return verdict.turn is Turn.INCOMPLETE and any(call.fault() for call in calls)
+        """True where a turn that ended early holds a call: no call of it may run, and a whole answer is not edited.
+
+        That its arguments parse says nothing: whole Messages answers have objects there, cut or not."""
+        assembler = self.assembler
+        return verdict.turn is Turn.INCOMPLETE and assembler is not None and bool(assembler.calls)
 
     def _withhold(self, what: str, reason: Reason) -> None:
         if not self._app.gone:

@@ -2,11 +2,9 @@
 with what decides between the two."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal
 
+from turngate.telemetry.events import Witness
 from turngate.telemetry.witness import Flow, Scanner
-
-Witness = Literal["partial_tool_dispatch", "byte_mismatch"]
 
 
 class Witnesses:

@@ -33,6 +33,18 @@ ProviderClass = Literal[
 """What the provider made of a request: the answer that each verdict of ours is held against."""
 
 
+MODEL_MAX: Final = 128
+"""Characters of a model's name."""
+
+
+def shown_model(model: str) -> str:
+    """A model's name as far as it may stand in files and labels: apps and providers invent them."""
+    return model if len(model) <= MODEL_MAX and model.isprintable() else "other"
+
+
+Witness = Literal["partial_tool_dispatch", "byte_mismatch"]
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False):
     """What all events share."""
 
@@ -219,7 +231,7 @@ class WitnessSpoke(Event, frozen=True, tag="witness_spoke"):
     operation: str
     upstream: str
     api: str
-    witness: Literal["partial_tool_dispatch", "byte_mismatch"]
+    witness: Witness
     enforced: bool
     detail: str
 

@@ -20,7 +20,7 @@ from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, assert_never, get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
@@ -126,7 +126,7 @@ _PROVIDER = Label("provider", tuple(value for value in get_args(ProviderClass) i
 _WHERE = Label(
     "where",
     (
-        *("exchange", "connection", "judge", "gate", "coding", "record", "control"),
+        *("exchange", "connection", "judge", "gate", "coding", "witness", "record", "control"),
         *("ledger.open", "ledger.claim", "ledger.move", "ledger.write", "ledger.cas", "ledger.dropped"),
         *("observer_start", "spool"),
         *("segment", "segment_line", "evidence_file", "evidence_corrupt", "load", "restore", "log", "otlp"),
@@ -460,10 +460,6 @@ class Registry(Collector):
         with self._lock:
             for operation, upstream, at_s in dispatches:
                 self._follow(operation, _Standing("UNKNOWN", upstream, at_s))
-
-    def render(self) -> bytes:
-        """All samples in Prometheus' text format 0.0.4."""
-        return generate_latest(self._collectors)
 
     def expose(self, accept: str) -> tuple[bytes, str]:
         """All samples and their content type, in the format that an Accept header asks for: OpenMetrics has exemplars."""

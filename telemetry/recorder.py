@@ -174,15 +174,16 @@ class Recorder:
                 kept.append(line)
         return events, kept
 
-    def _load_batch(self, segments: Sequence["_Segment"]) -> int:
-        """Load each day of the batch in its own transaction, then count and unlink the segments."""
+    def _load_batch(self, segments: Sequence["_Segment"], *, afresh: bool = False) -> int:
+        """Load each day of the batch in its own transaction, then count and unlink the segments. `afresh`: for the
+        second time, because a day was set aside."""
         for day in sorted({day for segment in segments for day, _ in segment.groups}):
             path = self._evidence_dir / f"{_EPOCH + timedelta(days=day)}.duckdb"
             try:
                 self._load_day(path, day, [segment for segment in segments if segment.touches(day)])
             except duckdb.Error as exc:
                 self.close()  # rolls back, and a fatal error would have spoilt the whole database
-                return self._survive(exc, path, segments)
+                return self._survive(exc, path, segments, afresh)
         rows = 0
         for segment in segments:
             # A segment that an earlier process committed was for its registry to count.
@@ -216,13 +217,15 @@ class Recorder:
         self._committed.update(segment.path.name for segment in new)
         database.execute("DETACH day")
 
-    def _survive(self, exc: duckdb.Error, path: Path, segments: Sequence["_Segment"]) -> int:
+    def _survive(self, exc: duckdb.Error, path: Path, segments: Sequence["_Segment"], afresh: bool) -> int:
         """Decide what a failure means. Nothing is lost: the segments stay, or are set aside."""
         message = str(exc)
         if in_use(exc):
             self.behind = True  # somebody reads the day file: normal
         elif any(sign in message for sign in _SIGNS_OF_CORRUPTION):
             self._set_day_aside(path)
+            if not afresh:
+                return self._load_batch(segments, afresh=True)
             self.behind = True
         elif not isinstance(exc, duckdb.DataError):
             # Full disk, memory limit, a file of a newer version: not the segment's fault, so it is tried again.

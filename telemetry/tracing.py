@@ -48,6 +48,7 @@ from turngate.telemetry.events import (
     PreviewRetracted,
     RequestUnjudged,
     WitnessSpoke,
+    shown_model,
 )
 
 QUEUE_SPANS: Final = 8192
@@ -227,9 +228,9 @@ class Tracing:
             attributes["gen_ai.operation.name"] = operation
             attributes["gen_ai.provider.name"] = _provider(event)
             if event.model:
-                attributes["gen_ai.request.model"] = shown(event.model)
+                attributes["gen_ai.request.model"] = shown_model(event.model)
             if event.answered_model:
-                attributes["gen_ai.response.model"] = shown(event.answered_model)
+                attributes["gen_ai.response.model"] = shown_model(event.answered_model)
         if server := self._upstreams.get(event.upstream):
             attributes["server.address"], attributes["server.port"] = server
         if event.error_type:
@@ -287,16 +288,11 @@ def phases(event: ExchangeEnded) -> list[tuple[str, float, float]]:
     return found
 
 
-def shown(model: str) -> str:
-    """A model's name as far as it may be a label: apps and providers invent them."""
-    return model if len(model) <= TEXT_MAX and model.isprintable() else "other"
-
-
 def _name(event: ExchangeEnded) -> str:
     operation = OPERATIONS.get(event.api)
     if operation is None:
         return f"relay {event.upstream}".rstrip()
-    return f"{operation} {shown(event.model)}".rstrip()
+    return f"{operation} {shown_model(event.model)}".rstrip()
 
 
 def _provider(event: ExchangeEnded) -> str:

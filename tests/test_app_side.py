@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from turngate.proxy.app_side import HEAD_BYTES_MAX, App, AppGone, Listener
+from turngate.proxy.app_side import HEAD_BYTES_MAX, UNREAD_BYTES_MAX, App, AppGone, Listener
 from turngate.proxy.wire import Framing, own_head
 
 Served = list[tuple[str, str, list[tuple[bytes, bytes]], bytes]]
@@ -111,6 +111,18 @@ async def test_header_names_order_and_values_stay_without_blanks_around_them() -
     assert port.served[0][2] == [(b"Host", b"x"), (b"X-A", b"1"), (b"Content-Length", b"5")]
 
 
+async def test_reading_goes_on_behind_a_refused_upgrade_that_had_much_behind_it() -> None:
+    asked = b"GET /w HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    body = b"x" * (3 * UNREAD_BYTES_MAX)
+    port = Port()
+    async with asyncio.timeout(30):
+        await port.answers_to([asked, b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body), body])
+    assert [(target, len(got)) for _, target, _, got in port.served] == [
+        *(("/w", 0), ("/a", len(body))),
+        ("/last", 0),
+    ]
+
+
 REFUSED = {
     "two framings": (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", b"400"),
     "a blank before the colon": (b"POST / HTTP/1.1\r\nContent-Length : 1\r\n\r\na", b"400"),
@@ -132,8 +144,12 @@ async def test_what_is_no_request_is_answered_and_served_to_nobody(data: bytes, 
     assert not port.failures
 
 
-async def test_a_body_that_is_none_ends_its_request() -> None:
+ENDLESS = b"".join(b"T%d: %s\r\n" % (n, b"t" * 1000) for n in range(2 * HEAD_BYTES_MAX // 1000 + 300))
+
+
+@pytest.mark.parametrize("rest", [b"zz\r\n", b"0\r\n" + ENDLESS], ids=["no chunk", "trailers without end"])
+async def test_a_body_that_is_none_ends_its_request(rest: bytes) -> None:
     port = Port()
-    await port.answers_to([b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"])
+    await port.answers_to([b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + rest])
     assert port.served == []
     assert len(port.gone) == 1

@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import pytest_asyncio
@@ -642,21 +642,61 @@ async def test_a_reset_answer_of_open_length_is_reset_for_the_app_too(
             await reader.read()
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 1', '{"a": 1}'], ids=["cut", "whole"])
-async def test_a_whole_answer_whose_call_was_cut_by_the_length_limit_is_withheld(
-    provider: Provider, ports: dict[str, int], arguments: str
-) -> None:
+Json = dict[str, Any]
+
+
+def chat_answer(finish: str, arguments: str | None) -> Json:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    body = json.dumps({"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": "length"}]})
-    provider.handler = provider.answering(answer(length(body.encode()), body.encode()))
-    got = await ask(ports["enforce-tools"], sized(PATHS["chat"], TOOLS_BODY))
-    if arguments.endswith("}"):
-        assert (got.first, got.body) == (b"HTTP/1.1 200 OK", body.encode())
-    else:
-        assert got.first == b"HTTP/1.1 502 Bad Gateway"
-        assert got.get(b"x-turngate-reason") == b"call.arguments_unclosed"
+    message = {"role": "assistant", "content": "so", "tool_calls": [call] if arguments is not None else []}
+    return {"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": finish}]}
+
+
+def messages_answer(stop: str, arguments: Json | None) -> Json:
+    content: list[Json] = [{"type": "text", "text": "so"}]
+    if arguments is not None:
+        content.append({"type": "tool_use", "id": "call_1", "name": "f", "input": arguments})
+    return {"id": "x", "type": "message", "role": "assistant", "content": content, "stop_reason": stop}
+
+
+MESSAGES_TOOLS_BODY: Final = json.dumps(
+    {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    }
+).encode()
+
+ENDED_EARLY: Final[dict[str, tuple[str, Json, bytes]]] = {
+    # name: (API, answer, why it is withheld; empty where it passes)
+    "broken arguments": ("chat", chat_answer("length", '{"a": 1'), b"call.arguments_unclosed"),
+    "arguments that happen to parse": ("chat", chat_answer("length", '{"a": 1}'), b"stream.length_limited"),
+    "no arguments yet": ("chat", chat_answer("length", ""), b"stream.length_limited"),
+    "filtered beside a call": ("chat", chat_answer("content_filter", '{"a": 1}'), b"stream.filtered"),
+    "an object that was cut": ("messages", messages_answer("max_tokens", {}), b"stream.length_limited"),
+    "text alone": ("chat", chat_answer("length", None), b""),
+    "text alone, filtered": ("chat", chat_answer("content_filter", None), b""),
+    "text alone in Messages": ("messages", messages_answer("max_tokens", None), b""),
+    "a call in an answer that ended well": ("chat", chat_answer("tool_calls", "{}"), b""),
+    "the same in Messages": ("messages", messages_answer("tool_use", {}), b""),
+}
+
+
+@pytest.mark.parametrize(("api", "said", "reason"), ENDED_EARLY.values(), ids=ENDED_EARLY)
+async def test_a_whole_answer_that_ended_early_is_withheld_if_it_holds_a_call(
+    provider: Provider, ports: dict[str, int], api: str, said: Json, reason: bytes
+) -> None:
+    body = json.dumps(said).encode()
+    provider.handler = provider.answering(answer(b"Content-Type: application/json\r\n" + length(body), body))
+    asked = TOOLS_BODY if api == "chat" else MESSAGES_TOOLS_BODY
+    got = await ask(ports["enforce-tools"], sized(PATHS[api], asked))
+    watched = await ask(ports["observe"], sized(PATHS[api], asked))
+    assert (watched.first, watched.body) == (b"HTTP/1.1 200 OK", body)
+    if reason:
+        assert (got.first, got.get(b"x-turngate-reason")) == (b"HTTP/1.1 502 Bad Gateway", reason)
         assert b"call_1" not in got.body
+    else:
+        assert (got.first, got.body) == (b"HTTP/1.1 200 OK", body)
 
 
 @pytest.mark.parametrize("body", [TEXT_BODY, TOOLS_BODY], ids=["text", "tools"])

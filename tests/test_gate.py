@@ -140,6 +140,16 @@ LIMIT, CUT = Reason.STREAM_LENGTH_LIMITED, Reason.CALL_ARGUMENTS_UNCLOSED
 
 STREAMS: dict[str, Stream] = {
     "chat text": Stream(CHAT, (ROLE, HELLO, WORLD, STOP, USAGE, DONE)),
+    "chat text, [DONE] without a finish": Stream(
+        CHAT, (ROLE, HELLO, DONE), Turn.RETRACTED, Reason.STREAM_NO_STOP, passes=(0, 1)
+    ),
+    "chat call, [DONE] before its id and finish": Stream(
+        CHAT,
+        (piece(0, "{}"), DONE, OPEN_A, FOR_TOOLS, DONE),
+        Turn.RETRACTED,
+        Reason.STREAM_NO_STOP,
+        passes=(),
+    ),
     "chat text without [DONE] (DEV-14)": Stream(CHAT, (ROLE, HELLO, STOP)),
     "chat call": Stream(CHAT, (ROLE, HELLO, *CALL_A, FOR_TOOLS, USAGE, DONE), calls=(A,)),
     "chat call, no text": Stream(CHAT, (*CALL_A, FOR_TOOLS, DONE), calls=(A,)),

@@ -43,7 +43,7 @@ Samples = dict[str, float]
 
 def samples_of(registry: Registry) -> Samples:
     """All samples that are not 0, by the line's text before the value, without our prefix."""
-    lines = (line.rpartition(" ") for line in registry.render().decode().splitlines() if line[0] != "#")
+    lines = (line.rpartition(" ") for line in registry.expose("")[0].decode().splitlines() if line[0] != "#")
     return {name.removeprefix(PREFIX): float(value) for name, _, value in lines if float(value)}
 
 
@@ -533,7 +533,7 @@ def test_unknown_dispatches_of_an_earlier_observer_keep_their_age() -> None:
 
 
 def test_every_series_whose_labels_are_known_is_there_before_the_first_event() -> None:
-    text = Registry("1").render().decode()
+    text = Registry("1").expose("")[0].decode()
     for name, metric in METRICS.items():
         assert f"# TYPE {PREFIX}{name} {metric.kind}" in text
         if all(label.values for label in metric.labels):
@@ -542,7 +542,7 @@ def test_every_series_whose_labels_are_known_is_there_before_the_first_event() -
 
 
 def test_the_series_at_rest_are_few() -> None:
-    assert len(Registry("1").render().decode().splitlines()) < 600
+    assert len(Registry("1").expose("")[0].decode().splitlines()) < 600
 
 
 def test_every_legal_move_of_a_dispatch_has_its_series_from_the_start() -> None:
@@ -570,7 +570,7 @@ def test_a_scraper_that_asks_for_it_gets_openmetrics_with_the_operations_as_exem
         "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
         "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
     )
-    assert (plain, plain_type.split(";")[0]) == (registry.render(), "text/plain")
+    assert (plain, plain_type.split(";")[0]) == (registry.expose("")[0], "text/plain")
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
     shown = {
         (family.name if family.type == "histogram" else f"{family.name}_total").removeprefix(PREFIX)

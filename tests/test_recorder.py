@@ -103,7 +103,7 @@ def place(tmp_path: Path) -> Place:
 def total(registry: Registry, name: str) -> float:
     """The sum over all labels, as a scrape would see it."""
     ending = "_count" if METRICS[name].kind == "histogram" else ""
-    lines = registry.render().decode().splitlines()
+    lines = registry.expose("")[0].decode().splitlines()
     return sum(
         float(line.rpartition(" ")[2])
         for line in lines
@@ -247,10 +247,7 @@ def test_kill_9_at_any_moment_leaves_each_row_once(place: Place, tmp_path: Path,
             assert process.stdout.readline() == "loading a day\n"
         process.kill()
     assert place.segments() != []
-    for _ in range(3):  # as the observer does: what the killed one held may be free the next time
-        place.another().load_pending()
-        if not place.segments():
-            break
+    place.another().load_pending()
     assert place.segments() == []
     assert place.operations() == Counter(f"{when}-{n}" for when in ("early", "late") for n in range(6))
 
@@ -367,7 +364,6 @@ def test_a_corrupt_day_is_set_aside_and_loading_goes_on(place: Place, corrupt: A
     corrupt(place.evidence / DAY)
     (place.evidence / f"{DAY}.corrupt-1").write_text("an earlier one")
     place.seal([move("op-2")], "i-00000001")
-    assert place.recorder.load_pending() == 0
     assert place.recorder.load_pending() == 1
     assert place.failures("evidence_corrupt") == 1
     assert sorted(path.name for path in place.evidence.iterdir()) == [

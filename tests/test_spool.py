@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from turngate.telemetry import spool as spool_module
 from turngate.telemetry.events import (
     EVENT_TYPES,
+    MODEL_MAX,
     AnyEvent,
     Event,
     EventsDropped,
     FailureCounted,
     RequestUnjudged,
     StateChanged,
+    shown_model,
 )
 from turngate.telemetry.spool import OTHERS_UNTIL, Spool
 
@@ -310,3 +312,11 @@ def test_a_spool_that_is_closed_twice_stays_closed(directory: Path, start: Calla
     spool.close()
     spool.close()
     assert sealed(directory) == [a_verdict()]
+
+
+@given(st.text(max_size=300))
+def test_a_shown_model_is_printable_and_short(model: str) -> None:
+    shown = shown_model(model)
+    assert shown in (model, "other")
+    assert shown.isprintable()
+    assert len(shown) <= MODEL_MAX

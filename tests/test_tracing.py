@@ -35,7 +35,7 @@ from turngate.telemetry.events import (
     StateChanged,
 )
 from turngate.telemetry.spool import Spool
-from turngate.telemetry.tracing import OPERATIONS, TEXT_MAX, Tracing, open_tracing, phases, shown
+from turngate.telemetry.tracing import OPERATIONS, TEXT_MAX, Tracing, open_tracing, phases
 
 NOW: Final = 1_750_000_000.0
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -276,13 +276,6 @@ def test_no_text_is_longer_than_its_bound() -> None:
     root = root_of(msgspec.structs.replace(FINDING, at="/" + "x" * 999), ended(client="y" * 999))
     texts = [*(root.attributes or {}).values(), *((root.events[0].attributes or {}).values())]
     assert max(len(text) for text in texts if isinstance(text, str)) == TEXT_MAX
-
-
-@given(st.text(max_size=300))
-def test_a_shown_model_is_printable_and_short(model: str) -> None:
-    assert shown(model) in (model, "other")
-    assert shown(model).isprintable()
-    assert len(shown(model)) <= TEXT_MAX
 
 
 # -- whose children ---------------------------------------------------------------------------------------------------

@@ -93,6 +93,10 @@ class ProviderFailed(_Happened, frozen=True, gc=False):
     message: str
 
 
+class EndedEarly(_Happened, frozen=True, gc=False):
+    """The dialect's last word came before the answer had its end: clients stop reading here, and raise nothing."""
+
+
 class FrameUnreadable(_Happened, frozen=True, gc=False):
     """A complete frame that is not what this dialect sends."""
 
@@ -109,6 +113,7 @@ StreamEvent = (
     | ChoiceFinished
     | TurnEnded
     | ProviderFailed
+    | EndedEarly
     | FrameUnreadable
 )
 
@@ -219,6 +224,8 @@ class Assembler:
                 self.ended = True
             case ProviderFailed():
                 self.fault = self.fault or Reason.STREAM_ERROR_EVENT
+            case EndedEarly():
+                self.fault = self.fault or Reason.STREAM_NO_STOP
             case FrameUnreadable():
                 self.fault = self.fault or Reason.STREAM_BAD_FRAMING
             case _:
