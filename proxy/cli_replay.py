@@ -36,11 +36,10 @@ def run(
                 judged = replay(line, stage, forced, tally)
                 if as_json:
                     print(json.dumps(judged))
-    summary = tally.summary()
     if as_json:
-        print(json.dumps({"summary": summary}))
+        print(json.dumps({"summary": tally.summary()}))
     else:
-        _print_summary(summary, stage, time.monotonic() - started_s, out)
+        _print_summary(tally, stage, time.monotonic() - started_s, out)
 
 
 def _progress(err: Console) -> Progress:
@@ -55,7 +54,11 @@ def _tell_bad_line(line: Unreadable, number: int, err: Console) -> None:
         err.print("further bad lines are counted only")
 
 
-def _print_summary(summary: Mapping[str, Any], stage: Stage, took_s: float, out: Console) -> None:
+def _print_summary(tally: Tally, stage: Stage, took_s: float, out: Console) -> None:
+    from turngate.proxy import cli_report  # not above: `serve` must not carry DuckDB in its memory
+
+    out = cli_report.unfolded(out)
+    summary = tally.summary()
     exchanges, bad = summary["exchanges"], summary["bad_lines"]
     rate = f", {exchanges / took_s:,.0f} a second" if took_s > 0 else ""
     out.print(f"{exchanges:,} exchanges judged as at {stage}" + rate + (f"; {bad} bad lines" if bad else ""))
@@ -63,7 +66,10 @@ def _print_summary(summary: Mapping[str, Any], stage: Stage, took_s: float, out:
     for name, title in (("apis", "APIs"), ("turns", "answers"), ("answer_reasons", "answers, by reason")):
         _print_counts(title, summary[name], out)
     if exchanges:
-        out.print(_matrix(summary))
+        out.print(_verdicts(summary))
+    if rules := tally.by_rule():
+        cli_report.print_matrix(rules, tally.by_scope(), out)
+        out.print()
     _print_examples(summary["examples"], out)
     out.print(
         f"{summary['tool_calls_released']:,} tool calls released; {summary['answers_changed']:,} answers would have"
@@ -78,16 +84,12 @@ def _print_counts(title: str, counts: Mapping[str, int], out: Console) -> None:
         )
 
 
-def _matrix(summary: Mapping[str, Any]) -> Table:
-    """Our verdict against the provider's answer, then the same for each rule that found something."""
+def _verdicts(summary: Mapping[str, Any]) -> Table:
+    """Our verdict against the provider's answer."""
     table = Table("our verdict", *(f"provider {each.replace('_', ': ')}" for each in PROVIDER))
     for verdict, row in summary["matrix"].items():
         if any(row.values()):
             table.add_row(Text(verdict, style=STYLES[verdict]), *(f"{row[each]:,}" for each in PROVIDER))
-    for number, row in enumerate(summary["rules"]):
-        if not number:
-            table.add_section()
-        table.add_row(f"{row['level']} {row['reason']}", *(f"{row[each]:,}" for each in PROVIDER))
     return table
 
 

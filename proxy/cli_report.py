@@ -28,13 +28,14 @@ from turngate.proxy.report_sections import (
     faults,
     headline,
     matrix,
+    matrix_by_scope,
     moment,
     seconds,
     sections,
     span,
 )
 from turngate.telemetry.queries import connect_readonly, newer_days
-from turngate.telemetry.report import Report, Rule, gather
+from turngate.telemetry.report import Report, Rule, Scope, gather
 
 _STYLES: Final = {"": "", "good": "green", "warn": "yellow", "bad": "bold red", "quiet": "dim"}
 _BAR_WIDTH: Final = 8
@@ -173,15 +174,20 @@ def _print_section(section: Section, out: Console) -> None:
     out.print(Text(section.title, style="bold"))
     out.print(Padding(Text(section.says, style=_STYLES[section.tone]), (0, 0, 0, 2), expand=False))
     for grid in section.grids:
-        out.print()
-        if grid.title:
-            out.print(Text(f"  {grid.title}", style="dim"))
-        out.print(Padding(draw(grid), (0, 0, 0, 2), expand=False))
+        _print_grid(grid, out)
 
 
-def render_matrix(rules: Sequence[Rule]) -> Table:
-    """The confusion matrix by rule as a table for the terminal, the rules in the order given."""
-    return draw(matrix(rules))
+def _print_grid(grid: Grid, out: Console) -> None:
+    out.print()
+    if grid.title:
+        out.print(Text(f"  {grid.title}", style="dim"))
+    out.print(Padding(draw(grid), (0, 0, 0, 2), expand=False))
+
+
+def print_matrix(rules: Sequence[Rule], scopes: Sequence[Scope], out: Console) -> None:
+    """The confusion matrix as the report draws it, in the order given."""
+    for grid in (matrix(rules), matrix_by_scope(scopes)):
+        _print_grid(grid, out)
 
 
 def draw(grid: Grid) -> Table:

@@ -15,20 +15,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast, get_args
 
 import msgspec
 
 from turngate.adapters import levels, preview, registry
+from turngate.adapters.answers import Answered, Kind, classify
+from turngate.adapters.clients import client_family
 from turngate.adapters.dialect import Dialect, RequestContext, Trouble, Undecodable, context_of
 from turngate.proxy.config import Limits
 from turngate.proxy.reply import ENDED_WELL, RETRACTED, class_of
 from turngate.proxy.rollout import Stage, decide, enforced
+from turngate.telemetry.events import shown_model
+from turngate.telemetry.report import Rule, Scope
 from turngate.validators.gate import Gate
 from turngate.validators.graph import MessageSequence
-from turngate.validators.rules import Finding, Judgement, Reason, Verdict, judge
+from turngate.validators.rules import Finding, Judgement, Level, Reason, Verdict, judge
 from turngate.validators.stream import Assembler, Call, Ending, Turn, TurnVerdict
 
 STRICTEST: Final = list(Stage)[-1]
@@ -52,6 +55,10 @@ class Request(msgspec.Struct):
         if self.body_text is not None:
             return self.body_text.encode(errors="surrogatepass")
         return bytes(self.body)
+
+    def wire_headers(self) -> Iterator[tuple[bytes, bytes]]:
+        for name, value in self.headers.items():
+            yield name.encode(), _one(value).encode("latin-1", "replace")
 
 
 class Response(msgspec.Struct):
@@ -82,8 +89,13 @@ class Response(msgspec.Struct):
     def content_type(self) -> str:
         for name, value in self.headers.items():
             if name.lower() == "content-type":
-                return str(value[0] if isinstance(value, list) and value else value)
+                return _one(value)
         return ""
+
+
+def _one(value: object) -> str:
+    """A header's value; some recorders keep lists."""
+    return str(value[0] if isinstance(value, list) and value else value)
 
 
 class Told(msgspec.Struct):
@@ -105,9 +117,8 @@ class Line(msgspec.Struct):
 
     def request_context(self) -> RequestContext:
         """Recorders leave headers out, so that nothing may be concluded from a header that is not there."""
-        headers = {name: str(value) for name, value in self.request.headers.items()}
-        wire = ((name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items())
-        context = context_of(wire, self.context.model_context_window if self.context is not None else None)
+        window = self.context.model_context_window if self.context is not None else None
+        context = context_of(self.request.wire_headers(), window)
         return context if context.betas else dataclasses.replace(context, betas=None)
 
 
@@ -281,7 +292,14 @@ def replay(line: Line, stage: Stage, forced: Dialect | None, tally: "Tally") -> 
     answer = None
     if line.response is not None:
         answer = _judge_response(line.response, dialect, sequence, stage)
-    tally.count(judged, answer, provider_said(line.response, dialect, server), sequence, stage)
+    asked = Asked(
+        dialect.api if dialect else judged.api,
+        server,
+        line.host or "",
+        shown_model(dialect.model_of(line.request.data())) if dialect else "",
+        client_family(line.request.wire_headers()),
+    )
+    tally.count(judged, answer, provider_said(line.response, asked), sequence, stage, asked)
     out: dict[str, Any] = msgspec.to_builtins(judged)
     if why is None:
         del out["why"]
@@ -396,31 +414,29 @@ def _arguments(call: Call) -> object:
 
 # -- what the provider did ------------------------------------------------------------------------------------------
 
-PROVIDER: Final = ("accepted", "refused_sequence", "refused_other", "unknown")
-"""How the provider answered. `refused_sequence`: in the words it has for a fault that the rules know."""
+PROVIDER: Final = get_args(Kind)
+"""How the provider answered, see `telemetry.events.ProviderClass`."""
 
 
-def provider_said(response: Response | None, dialect: Dialect | None, server: str) -> str:
-    """One of PROVIDER."""
+class Asked(NamedTuple):
+    """Who asked whom: what the confusion matrix is told apart by. `api` is the dialect, `upstream` the recorded host."""
+
+    api: str
+    server: str
+    upstream: str
+    model: str
+    client: str
+
+
+def provider_said(response: Response | None, asked: Asked) -> Answered:
+    """What the recorded answer says; an answer without a status says nothing."""
     if response is None or response.status is None:
-        return "unknown"
-    if 200 <= response.status < 300:
-        return "accepted"
-    if dialect is None or response.status not in (400, 422):
-        return "refused_other"
+        return Answered("unknown")
     try:
-        text = b"".join(response.pieces()).decode(errors="replace").replace('\\"', '"')
+        body = b"".join(response.pieces())
     except ValueError:
-        return "refused_other"
-    known = any(words in text for words in _refusals(dialect.api, server))
-    return "refused_sequence" if known else "refused_other"
-
-
-@cache
-def _refusals(api: str, server: str) -> frozenset[str]:
-    """The server's own words on faults of this dialect, or its default server's where nothing is known of it."""
-    entries = levels.entries(api, server) or levels.entries(api, levels.SERVERS[api][0])
-    return frozenset(entry.message for entry in entries if entry.message)
+        body = b""  # no base64: the status is left
+    return classify(asked.api, asked.server, response.status, body)
 
 
 # -- counts ---------------------------------------------------------------------------------------------------------
@@ -444,17 +460,20 @@ class Tally:
     answers_changed: int = 0
     matrix: dict[str, Counter[str]] = field(default_factory=dict)
     rules: dict[str, Counter[str]] = field(default_factory=dict)
+    confusion: dict[tuple[str, Asked], Counter[str]] = field(default_factory=dict)
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     def count(
         self,
         judged: Judged,
         answer: JudgedAnswer | None,
-        provider: str,
+        answered: Answered,
         sequence: MessageSequence | None,
         stage: Stage,
+        asked: Asked,
     ) -> None:
         """Take one exchange."""
+        provider = answered.kind
         self.exchanges += 1
         self.apis[judged.api or "(none)"] += 1
         self.verdicts[judged.verdict] += 1
@@ -464,6 +483,7 @@ class Tally:
         for reason, level in {(finding.reason, finding.level) for finding in judged.findings}:
             self.reasons[reason] += 1
             self.rules.setdefault(f"{reason} {level}", Counter())[provider] += 1
+        self._confront(judged, answered, asked)
         if judged.verdict in (Verdict.ILLEGAL, Verdict.WAITING):
             kind = f"{judged.verdict}, but the provider took it" if provider == "accepted" else judged.verdict
             self._keep(kind, judged.id, str(judged.findings[0]))
@@ -471,6 +491,38 @@ class Tally:
             self._keep("legal, but the provider refused the sequence", judged.id, "")
         if answer is not None:
             self._count_answer(judged, answer)
+
+    def _confront(self, judged: Judged, answered: Answered, asked: Asked) -> None:
+        """As the view `confusion` of the evidence; every request of a recording was sent."""
+        if judged.verdict in (Verdict.ILLEGAL, Verdict.WAITING):
+            kind = {"accepted": "false_refusals", "refused_sequence": "true_refusals"}.get(
+                answered.kind, "unknown"
+            )
+            for reason in {each.reason for each in judged.findings if each.level is Level.HARD}:
+                self.confusion.setdefault((reason, asked), Counter())[kind] += 1
+        elif judged.verdict is Verdict.LEGAL and answered.kind == "refused_sequence":
+            self.confusion.setdefault((answered.reason or "", asked), Counter())["misses"] += 1
+
+    def by_scope(self) -> list[Scope]:
+        """The confusion matrix by rule, dialect, model and client, the worst first."""
+        scopes = [
+            msgspec.convert({"reason": reason, **asked._asdict(), **_judged_counts(counted)}, Scope)
+            for (reason, asked), counted in self.confusion.items()
+        ]
+        return sorted(
+            scopes, key=lambda each: (*_worst(each), each.server, each.upstream, each.model, each.client)
+        )
+
+    def by_rule(self) -> list[Rule]:
+        """The same by rule and server."""
+        whole: dict[tuple[str, str, str], Counter[str]] = {}
+        for (reason, asked), counted in self.confusion.items():
+            whole.setdefault((reason, asked.api, asked.server), Counter()).update(counted)
+        rules = [
+            Rule(reason=reason, api=api, server=server, **_judged_counts(counted))
+            for (reason, api, server), counted in whole.items()
+        ]
+        return sorted(rules, key=lambda each: (*_worst(each), each.server))
 
     def _count_answer(self, judged: Judged, answer: JudgedAnswer) -> None:
         self.turns[answer.turn or "unjudged"] += 1
@@ -487,7 +539,11 @@ class Tally:
             kept.append((str(id_), what))
 
     def summary(self) -> dict[str, Any]:
-        """All counts as plain values; `matrix` is our verdict against the provider's answer, `rules` the same by rule."""
+        """All counts as plain values.
+
+        `matrix` is our verdict against the provider's answer, `rules` the same by finding, and `confusion` what each
+        rule got right and wrong, by server, model and client.
+        """
         return {
             "exchanges": self.exchanges,
             "bad_lines": self.bad_lines,
@@ -500,6 +556,7 @@ class Tally:
             "tool_calls_released": self.tool_calls_released,
             "answers_changed": self.answers_changed,
             "matrix": {each: _row(self.matrix.get(each)) for each in Verdict},
+            "confusion": msgspec.to_builtins(self.by_scope()),
             "rules": [
                 dict(zip(("reason", "level"), rule.split(), strict=True), **_row(row))
                 for rule, row in sorted(self.rules.items())
@@ -513,3 +570,13 @@ class Tally:
 
 def _row(counted: Counter[str] | None) -> dict[str, int]:
     return {each: counted[each] if counted else 0 for each in PROVIDER}
+
+
+def _judged_counts(counted: Counter[str]) -> dict[str, int]:
+    kinds = ("true_refusals", "false_refusals", "misses", "unknown", "refused_by_us")
+    return {kind: counted[kind] for kind in kinds}
+
+
+def _worst(rule: Rule) -> tuple[int, int, str, str]:
+    """The order of the report."""
+    return -rule.false_refusals - rule.misses, -rule.true_refusals - rule.refused_by_us, rule.reason, rule.api

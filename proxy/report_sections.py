@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-from turngate.telemetry.report import Count, Report, Rule, Share
+from turngate.telemetry.report import TOP_MAX, Count, Report, Rule, Scope, Share
 
 Tone = Literal["", "good", "warn", "bad", "quiet"]
 
@@ -108,21 +108,44 @@ def headline(report: Report) -> tuple[str, Tone]:
 
 def matrix(rules: Sequence[Rule]) -> Grid:
     """The confusion matrix by rule; also what `turngate replay` ends in."""
+    rows = [
+        (
+            Cell(rule.reason or "(no rule of ours)"),
+            Cell(f"{rule.api}, {rule.server}" if rule.server else rule.api, "quiet"),
+            *_judged(rule),
+        )
+        for rule in rules
+    ]
+    return Grid("Each rule against the provider's answer", ("rule", "API, server", *_JUDGED), rows)
+
+
+def matrix_by_scope(scopes: Sequence[Scope]) -> Grid:
+    """The same by upstream, model and client, as far as a person reads."""
+    rows = [
+        (
+            Cell(scope.reason or "(no rule of ours)"),
+            Cell(scope.upstream),
+            Cell(scope.model),
+            Cell(scope.client),
+            *_judged(scope),
+        )
+        for scope in scopes[:TOP_MAX]
+    ]
     return Grid(
-        "Each rule against the provider's answer",
-        ("rule", "API, server", "true", "false", "missed", "unclear", "by us"),
-        [
-            (
-                Cell(rule.reason or "(no rule of ours)"),
-                Cell(f"{rule.api}, {rule.server}" if rule.server else rule.api, "quiet"),
-                _count(rule.true_refusals, "good"),
-                _count(rule.false_refusals, "bad"),
-                _count(rule.misses, "bad"),
-                _count(rule.unknown),
-                _count(rule.refused_by_us),
-            )
-            for rule in rules
-        ],
+        "By model and client, the worst first", ("rule", "upstream", "model", "client", *_JUDGED), rows
+    )
+
+
+_JUDGED: Final = ("true", "false", "missed", "unclear", "by us")
+
+
+def _judged(rule: Rule) -> tuple[Cell, ...]:
+    return (
+        _count(rule.true_refusals, "good"),
+        _count(rule.false_refusals, "bad"),
+        _count(rule.misses, "bad"),
+        _count(rule.unknown),
+        _count(rule.refused_by_us),
     )
 
 
@@ -210,21 +233,7 @@ def _shares(title: str, shares: Sequence[Share], whole: int) -> Grid:
 def _rules(report: Report) -> Section:
     if not report.rules and not report.soft:
         return Section("Findings per rule", "No rule found anything, and no provider objected to a sequence.")
-    grids = [matrix(report.rules)] if report.rules else []
-    if report.wrong:
-        rows = [
-            (
-                Cell(each.reason or "(no rule of ours)"),
-                Cell(each.upstream),
-                Cell(each.model),
-                Cell(each.client),
-                _count(each.false_refusals, "bad"),
-                _count(each.misses, "bad"),
-            )
-            for each in report.wrong
-        ]
-        heads = ("rule", "upstream", "model", "client", "false", "missed")
-        grids.append(Grid("Where rule and provider disagree", heads, rows))
+    grids = [matrix(report.rules), matrix_by_scope(report.scopes)] if report.rules else []
     if report.soft:
         grids.append(_counts("Soft findings: accepted, but the meaning is broken", "rule", report.soft))
     says = (

@@ -5,18 +5,22 @@ evidence that could be shown. Field names are the JSON's.
 """
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args, get_type_hints
 
-import duckdb
 import msgspec
 
 from turngate.telemetry import schema
 from turngate.telemetry.events import WitnessSpoke
 
+if TYPE_CHECKING:
+    import duckdb  # `replay` counts in these rows too, and its process must not carry DuckDB
+
 TOP_MAX: Final = 10
 """Rows of a ranking; the totals beside it count everything."""
 EXAMPLES_MAX: Final = 3
 """Examples of a kind, the newest first."""
+SCOPES_MAX: Final = 1_000
+"""Rows of the matrix by model and client, the worst first: apps invent names of models."""
 BUCKETS_MAX: Final = 60
 _BUCKET_S: Final = (60, 300, 900, 3_600, 10_800, 21_600, 86_400)
 
@@ -86,15 +90,12 @@ class Rule(Row, frozen=True):
     refused_by_us: int
 
 
-class Wrong(Row, frozen=True):
-    """Where a rule and a provider disagree: whose requests those are."""
+class Scope(Rule, frozen=True):
+    """The same for one upstream, model and client: whose requests those are."""
 
-    reason: str
     upstream: str
     model: str
     client: str
-    false_refusals: int
-    misses: int
 
 
 class Count(Row, frozen=True):
@@ -228,7 +229,7 @@ class Report(Row, frozen=True):
     bucket_s: int
     timeline: tuple[Bucket, ...]
     rules: tuple[Rule, ...]
-    wrong: tuple[Wrong, ...]
+    scopes: tuple[Scope, ...]
     soft: tuple[Count, ...]
     streams: Streams
     dispatches: Dispatches
@@ -242,7 +243,7 @@ R = TypeVar("R", bound=Row)
 
 
 def gather(
-    database: duckdb.DuckDBPyConnection,
+    database: "duckdb.DuckDBPyConnection",
     *,
     since_s: float,
     now_s: float,
@@ -263,7 +264,7 @@ def gather(
     timeline = _all(database, _TIMELINE.format(bucket_s=bucket_s), Bucket)
     told("rules")
     rules = _all(database, _RULES, Rule)
-    wrong = _all(database, _WRONG, Wrong)
+    scopes = _all(database, _SCOPES, Scope)
     soft = _all(database, _SOFT, Count)
     told("streams")
     streams = _streams(database)
@@ -279,7 +280,7 @@ def gather(
         bucket_s=bucket_s,
         timeline=timeline,
         rules=rules,
-        wrong=wrong,
+        scopes=scopes,
         soft=soft,
         streams=streams,
         dispatches=dispatches,
@@ -295,7 +296,7 @@ def gather(
 
 
 def _all(
-    database: duckdb.DuckDBPyConnection, sql: str, row_type: type[R], **parameters: float
+    database: "duckdb.DuckDBPyConnection", sql: str, row_type: type[R], **parameters: float
 ) -> tuple[R, ...]:
     cursor = database.execute(sql, parameters or None)
     names = [str(column[0]) for column in cursor.description or ()]
@@ -305,12 +306,12 @@ def _all(
     )
 
 
-def _one(database: duckdb.DuckDBPyConnection, sql: str, row_type: type[R]) -> R:
+def _one(database: "duckdb.DuckDBPyConnection", sql: str, row_type: type[R]) -> R:
     (row,) = _all(database, sql, row_type)
     return row
 
 
-def _number(database: duckdb.DuckDBPyConnection, sql: str) -> int:
+def _number(database: "duckdb.DuckDBPyConnection", sql: str) -> int:
     row: tuple[Any, ...] | None = database.execute(sql).fetchone()
     return int(row[0]) if row else 0
 
@@ -319,7 +320,7 @@ def _bucket_s(span_s: float) -> int:
     return next((each for each in _BUCKET_S if span_s / each < BUCKETS_MAX), _BUCKET_S[-1])
 
 
-def _streams(database: duckdb.DuckDBPyConnection) -> Streams:
+def _streams(database: "duckdb.DuckDBPyConnection") -> Streams:
     return Streams(
         ends=_all(database, _counts("streams", "outcome"), Count),
         retractions=_all(database, _RETRACTIONS, Retraction),
@@ -330,7 +331,7 @@ def _streams(database: duckdb.DuckDBPyConnection) -> Streams:
     )
 
 
-def _dispatches(database: duckdb.DuckDBPyConnection, now_s: float) -> Dispatches:
+def _dispatches(database: "duckdb.DuckDBPyConnection", now_s: float) -> Dispatches:
     return Dispatches(
         states=_all(database, _counts("dispatches", "state"), Count),
         unknown=_all(database, _UNKNOWN, Unknown, now_s=now_s),
@@ -338,7 +339,7 @@ def _dispatches(database: duckdb.DuckDBPyConnection, now_s: float) -> Dispatches
     )
 
 
-def _ours(database: duckdb.DuckDBPyConnection) -> Ours:
+def _ours(database: "duckdb.DuckDBPyConnection") -> Ours:
     return Ours(
         failures=_all(database, _counts("failure_counted", "\"where\" || ': ' || error"), Count),
         dropped=_all(database, _DROPPED, Count),
@@ -401,17 +402,17 @@ SELECT floor(at_s / {{bucket_s}}) * {{bucket_s}} AS at_s, count(*) AS exchanges,
 FROM exchange_ended WHERE api <> '' GROUP BY ALL ORDER BY at_s
 """
 
-_RULES: Final = """
-SELECT reason, api, server, sum(true_refusals) AS true_refusals, sum(false_refusals) AS false_refusals,
-    sum(misses) AS misses, sum(unknown) AS unknown, sum(refused_by_us) AS refused_by_us
-FROM confusion GROUP BY ALL
-ORDER BY sum(false_refusals) + sum(misses) DESC, sum(true_refusals) + sum(refused_by_us) DESC, reason, api, server
+_COUNTS: Final = """sum(true_refusals) AS true_refusals, sum(false_refusals) AS false_refusals,
+    sum(misses) AS misses, sum(unknown) AS unknown, sum(refused_by_us) AS refused_by_us"""
+_WORST_FIRST: Final = "sum(false_refusals) + sum(misses) DESC, sum(true_refusals) + sum(refused_by_us) DESC"
+
+_RULES: Final = f"""
+SELECT reason, api, server, {_COUNTS} FROM confusion GROUP BY ALL ORDER BY {_WORST_FIRST}, reason, api, server
 """
 
-_WRONG: Final = f"""
-SELECT reason, upstream, model, client, sum(false_refusals) AS false_refusals, sum(misses) AS misses
-FROM confusion GROUP BY ALL HAVING sum(false_refusals) + sum(misses) > 0
-ORDER BY sum(false_refusals) + sum(misses) DESC, reason, upstream, model, client LIMIT {TOP_MAX}
+_SCOPES: Final = f"""
+SELECT reason, api, server, upstream, model, client, {_COUNTS} FROM confusion GROUP BY ALL
+ORDER BY {_WORST_FIRST}, reason, api, server, upstream, model, client LIMIT {SCOPES_MAX}
 """
 
 _SOFT: Final = f"""

@@ -5,7 +5,9 @@ import gzip
 import io
 import json
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,12 @@ from hypothesis import strategies as st
 from running import Sidecar
 
 from turngate.adapters import levels, registry
+from turngate.adapters.dialect import Undecodable
 from turngate.proxy import cli, cli_check, replay
 from turngate.proxy.replay import STRICTEST, Line, Tally, Unreadable
 from turngate.proxy.rollout import Stage
 from turngate.proxy.simulator import Simulator
-from turngate.validators.rules import Verdict
+from turngate.validators.rules import Verdict, judge
 
 Json = dict[str, Any]
 SHARED: Final = Path(os.environ.get("TURNGATE_SHARED") or Path(__file__).parents[2] / "shared")
@@ -374,14 +377,15 @@ def test_the_summary_sets_our_verdict_against_the_providers_answer() -> None:
         next(e.message for e in levels.entries("openai.chat", "openai") if e.reason == reason)
         for reason in ("result.orphan", "result.mismatch")
     ]
-    refused = [{"status": 400, "body": {"error": {"message": f"Bad: {m} (x)"}}} for m in (*words, "no")]
+    words += ["Incorrect API key provided: x", "no"]
+    refused = [{"status": 400, "body": {"error": {"message": f"Bad: {each} (x)"}}} for each in words]
     tally = Tally()
     for response in (stream(WHOLE), *refused, {"status": 500}, None):
         judged(line(response, USER, STRAY), tally=tally)
     judged(line(refused[0]), tally=tally)
     judged(line(stream(CALLS, "eof")), tally=tally)
     summary = tally.summary()
-    row = {"accepted": 1, "refused_sequence": 2, "refused_other": 2, "unknown": 1}
+    row = {"accepted": 1, "refused_sequence": 2, "refused_other": 1, "unknown": 3}
     assert summary["matrix"]["illegal"] == row
     assert summary["rules"] == [{"reason": "result.orphan", "level": "hard", **row}]
     assert summary["matrix"]["legal"] == {
@@ -390,10 +394,13 @@ def test_the_summary_sets_our_verdict_against_the_providers_answer() -> None:
         "refused_other": 0,
         "unknown": 0,
     }
-    assert summary["verdicts"] == {"legal": 2, "waiting": 0, "illegal": 6, "unjudged": 0}
-    assert summary["actions"] == {"refuse": 6, "pass": 2}
-    assert summary["turns"] == {"refused": 5, "committed": 1, "retracted": 1}
-    assert (summary["exchanges"], summary["tool_calls_released"], summary["answers_changed"]) == (8, 1, 1)
+    scope = {"api": "openai.chat", "server": "openai", "upstream": "", "model": "m", "client": "none"}
+    counts = {"false_refusals": 1, "true_refusals": 2, "misses": 1, "unknown": 4, "refused_by_us": 0}
+    assert summary["confusion"] == [{"reason": "result.orphan", **scope, **counts}]
+    assert summary["verdicts"] == {"legal": 2, "waiting": 0, "illegal": 7, "unjudged": 0}
+    assert summary["actions"] == {"refuse": 7, "pass": 2}
+    assert summary["turns"] == {"refused": 6, "committed": 1, "retracted": 1}
+    assert (summary["exchanges"], summary["tool_calls_released"], summary["answers_changed"]) == (9, 1, 1)
     assert set(summary["examples"]) == {
         "illegal, but the provider took it",
         "illegal",
@@ -458,7 +465,8 @@ def test_replay_sums_up_for_people(turngate: Callable[..., Said], tmp_path: Path
     texts = [
         *("3 exchanges judged as at", "openai.chat 2", "cohere.chat 1", "retracted 1", "stream.no_stop 1"),
         *(
-            "hard result.orphan",
+            "Each rule against the provider's answer",
+            "By model and client, the worst first",
             "illegal, but the provider took it",
             "  taken-1  result.orphan at /messages/1",
         ),
@@ -610,3 +618,61 @@ def test_recorded_traffic_is_replayed_without_a_bad_line_and_no_broken_turn_rele
     assert summary["answer_reasons"].get("internal") is None
     assert summary["turns"]["committed"] > 2500
     assert summary["tool_calls_released"] > 1000
+
+
+SHAPES: Final = re.compile(r"^tools\.\d|unknown variant|unsupported content\[\]\.type")
+"""Refusals of kinds of blocks and of tools' definitions, which the analysis of the recordings puts elsewhere."""
+FILTERED: Final = "openllmetry-489"
+"""A content filter's error with status 200."""
+
+
+def provider_by_the_analysis() -> dict[str, str]:
+    kinds = {FILTERED: "refused_other"}
+    for text in (SHARED / "traffic" / "refused.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        sequence = row["class"] == "A" or SHAPES.search(row["message"])
+        kinds[row["id"]] = (
+            "refused_sequence" if sequence else "unknown" if row["class"] == "Z" else "refused_other"
+        )
+    return kinds
+
+
+def test_the_matrix_over_recorded_traffic_equals_an_independent_count() -> None:
+    recordings = SHARED / "traffic" / "dev.jsonl.gz"
+    if not recordings.is_file():
+        pytest.skip(f"no recordings at {recordings}; set TURNGATE_SHARED")
+    provider, counted, tally = provider_by_the_analysis(), Counter[tuple[str, ...]](), Tally()
+    for found in replay.read(recordings, lambda _: None):
+        assert isinstance(found, Line)
+        replay.replay(found, STRICTEST, None, tally)
+        if found.api in replay.APIS:
+            counted.update(counts_of(found, provider.get(str(found.id), "accepted")))
+    kinds = ("true_refusals", "false_refusals", "misses", "unknown")
+    told = Counter[tuple[str, ...]]()
+    for each in tally.by_scope():
+        for kind in kinds:
+            reason = "" if kind == "misses" else each.reason
+            told[kind, reason, each.api, each.server, each.upstream, each.model] += getattr(each, kind)
+        assert (each.client, each.refused_by_us) == ("none", 0)  # the recorders left the user agents out
+    assert +told == counted
+    assert {kind for kind, *_ in counted} >= {"true_refusals", "false_refusals", "misses"}
+
+
+def counts_of(found: Line, provider: str) -> Iterator[tuple[str, ...]]:
+    """What one recorded exchange adds to the matrix, by another hand. Of a miss the reason is the provider's to tell."""
+    dialect = replay.APIS[found.api or ""][0]
+    server, body = replay.family(found), found.request.data()
+    try:
+        judgement = judge(
+            dialect.parse_request(body, found.request_context()), levels.levels(dialect.api, server)
+        )
+    except Undecodable:
+        return
+    scope = (dialect.api, server, found.host or "", json.loads(body).get("model", ""))
+    if judgement.verdict is Verdict.LEGAL:
+        if provider == "refused_sequence":
+            yield "misses", "", *scope
+        return
+    kind = {"accepted": "false_refusals", "refused_sequence": "true_refusals"}.get(provider, "unknown")
+    for reason in {each.reason for each in judgement.findings if each.level == "hard"}:
+        yield kind, reason, *scope

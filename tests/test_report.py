@@ -13,12 +13,21 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Literal
 
+import aiohttp
 import msgspec
 import pytest
 
+from turngate.adapters.answers import classify
+from turngate.adapters.clients import client_family
+from turngate.adapters.levels import levels
+from turngate.adapters.registry import DIALECTS
 from turngate.proxy import cli
 from turngate.proxy.cli_report import bar, parse_since
+from turngate.proxy.replay import Line, Tally, parse, replay
 from turngate.proxy.report_sections import headline, seconds
+from turngate.proxy.rollout import Stage
+from turngate.proxy.simulator import Simulator
+from turngate.proxy.simulator.servers import SERVERS
 from turngate.telemetry.events import (
     AnyEvent,
     CallDecided,
@@ -40,6 +49,7 @@ from turngate.telemetry.metrics import Registry
 from turngate.telemetry.queries import connect_readonly
 from turngate.telemetry.recorder import Recorder
 from turngate.telemetry.report import Report, gather
+from turngate.validators.rules import judge
 
 NOW = 1_772_370_000.0
 HOUR = 3_600.0
@@ -244,10 +254,12 @@ def test_each_rule_has_its_row_of_the_confusion_matrix(week: Report) -> None:
         "result.misplaced": (0, 1, 0, 0, 0),
         "call.unanswered": (0, 0, 1, 1, 0),
     }
-    assert {(each.reason, each.model, each.client) for each in week.wrong} == {
-        ("result.misplaced", "gpt-4.1", "openai-python/3"),
-        ("call.unanswered", "gpt-4.1", "openai-python/3"),
-    }
+    wrong = [each for each in week.scopes if each.false_refusals or each.misses]
+    assert [(each.reason, each.upstream, each.model, each.client) for each in wrong] == [
+        ("call.unanswered", "openai", "gpt-4.1", "openai-python/3"),
+        ("result.misplaced", "openai", "gpt-4.1", "openai-python/3"),
+    ]
+    assert week.scopes[:2] == tuple(wrong)
 
 
 VERDICTS = ("legal", "illegal", "waiting", "unjudged")
@@ -292,7 +304,95 @@ def test_the_matrix_equals_an_independent_count(tmp_path: Path) -> None:
     kinds = ("true_refusals", "false_refusals", "misses", "unknown", "refused_by_us")
     found = Counter({(rule.reason, kind): getattr(rule, kind) for rule in report.rules for kind in kinds})
     assert +found == counted(exchanges)
+    for model in ("gpt-4.1", "gpt-4o"):
+        scopes = [each for each in report.scopes if each.model == model]
+        found = Counter({(scope.reason, kind): getattr(scope, kind) for scope in scopes for kind in kinds})
+        assert +found == counted([each for each in exchanges if each.model == model])
     assert sum(bucket.exchanges for bucket in report.timeline) == 400
+
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "rules" / "examples.json"
+AGENTS = ("OpenAI/Python 3.57.0", "claude-cli/2.1.220 (external, cli)", "a program of somebody's")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request to a simulated provider, and what it said."""
+
+    api: str
+    server: str
+    agent: str
+    body: dict[str, object]
+    status: int
+    answer: bytes
+
+    @property
+    def operation(self) -> str:
+        return f"{self.api} {self.server} {hash(self.answer + json.dumps(self.body).encode())}"
+
+    def line(self) -> bytes:
+        """As a recording holds it."""
+        request = {"headers": {"User-Agent": self.agent}, "body": self.body}
+        response = {"status": self.status, "body": self.answer.decode()}
+        return json.dumps(
+            {"api": self.api, "server": self.server, "host": "here", "request": request, "response": response}
+        ).encode()
+
+    def event(self) -> ExchangeEnded:
+        """As the evidence holds it where nothing is enforced."""
+        dialect = DIALECTS[self.api]
+        judgement = judge(
+            dialect.parse_request(json.dumps(self.body).encode()), levels(self.api, self.server)
+        )
+        said = classify(self.api, self.server, self.status, self.answer)
+        hard = dict.fromkeys(str(each.reason) for each in judgement.findings if each.level == "hard")
+        return msgspec.structs.replace(
+            ended(
+                self.operation,
+                verdict=judgement.verdict,
+                outcome="passed" if self.status == 200 else "provider_error",
+                provider="accepted" if self.status == 200 else "refused_sequence",
+                provider_reason=said.reason or "",
+                reasons=tuple(hard) if judgement.verdict in ("illegal", "waiting") else (),
+                upstream="here",
+                model=str(self.body["model"]),
+            ),
+            api=self.api,
+            server=self.server,
+            client=client_family([(b"User-Agent", self.agent.encode())]),
+        )
+
+
+async def simulated_run() -> list[Asked]:
+    """The rules' examples, illegal and legal, by several clients, at servers that refuse them and at some that do not."""
+    examples = [each for told in json.loads(EXAMPLES.read_text()).values() for each in told["examples"]]
+    asked: list[Asked] = []
+    async with Simulator() as simulator, aiohttp.ClientSession() as session:
+        for number, example in enumerate(examples * 2):
+            simulated = example["server"] if example["server"] in SERVERS else "openai"
+            simulator.use({"server": simulated, "refusals": number < len(examples) or number % 2 == 0})
+            path = "messages" if example["api"] == "anthropic.messages" else "chat/completions"
+            agent = AGENTS[number % len(AGENTS)]
+            for body in (example["illegal"], example["legal"]):
+                async with session.post(f"{simulator.url}/v1/{path}", json=body) as answer:
+                    data = await answer.read()
+                    asked.append(Asked(example["api"], example["server"], agent, body, answer.status, data))
+    return asked
+
+
+async def test_the_matrix_of_the_evidence_is_that_of_replay(tmp_path: Path) -> None:
+    run = await simulated_run()
+    tally = Tally()
+    for asked in run:
+        line = parse(asked.line(), "RUN:1")
+        assert isinstance(line, Line)
+        replay(line, Stage.OBSERVE, None, tally)
+    report = report_of(write_evidence(tmp_path, [asked.event() for asked in run]))
+    assert report.rules == tuple(tally.by_rule())
+    assert report.scopes == tuple(tally.by_scope())
+    seen = {kind for rule in report.rules for kind in msgspec.structs.asdict(rule) if getattr(rule, kind)}
+    assert seen >= {"true_refusals", "false_refusals"}
+    assert {scope.client for scope in report.scopes} == {"openai-python/3", "claude-code", "other"}
 
 
 def test_streams_dispatches_failures_and_cost_are_told(week: Report) -> None:
