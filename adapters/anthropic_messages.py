@@ -6,6 +6,7 @@ one run of results (B1), consecutive assistant messages one turn (B8), and only 
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final, Literal
 
 import msgspec
@@ -26,6 +27,7 @@ from turngate.adapters.dialect import (
     tokens_min,
     without_messages,
 )
+from turngate.validators.checks import Reason
 from turngate.validators.graph import (
     Block,
     Budget,
@@ -37,7 +39,12 @@ from turngate.validators.graph import (
     Setting,
     Tool,
 )
+from turngate.validators.previews import Said
+from turngate.validators.schemas import Tools
 from turngate.validators.stream import (
+    STREAM_AFTER_STOP,
+    STREAM_DUPLICATE_DELTA,
+    STREAM_OUT_OF_ORDER,
     CallClosed,
     CallDelta,
     CallOpened,
@@ -45,35 +52,50 @@ from turngate.validators.stream import (
     Finish,
     Frame,
     FrameUnreadable,
+    Irregular,
     ProviderFailed,
     StreamEvent,
     TextDelta,
     TurnEnded,
     TurnStarted,
+    UsageReported,
 )
 
 _NULL: Final = msgspec.Raw(b"null")
+_UNSET: Final = msgspec.UNSET
 
 
-class _Block(msgspec.Struct, gc=False):
+class _Written(msgspec.Struct, gc=False, omit_defaults=True):
+    """What stands among the messages. Written out again it is what was read (`keys.nothing_dropped`): so a field that is
+    null is told from one that is not there, and fields are named that nobody looks at, because clients send them."""
+
+
+class _Block(_Written):
     type: str = ""
-    id: str | None = None
-    tool_use_id: str | None = None
-    name: str | None = None
+    id: str | msgspec.UnsetType | None = _UNSET
+    tool_use_id: str | msgspec.UnsetType | None = _UNSET
+    name: str | msgspec.UnsetType | None = _UNSET
     # Looked at, not decoded: most of a body is in these.
     text: msgspec.Raw = _NULL
     input: msgspec.Raw = _NULL
     content: msgspec.Raw = _NULL
+    is_error: msgspec.Raw = _NULL
+    thinking: msgspec.Raw = _NULL
     signature: msgspec.Raw = _NULL
+    data: msgspec.Raw = _NULL
+    source: msgspec.Raw = _NULL
+    title: msgspec.Raw = _NULL
+    context: msgspec.Raw = _NULL
     citations: msgspec.Raw = _NULL
     cache_control: msgspec.Raw = _NULL
+    caller: msgspec.Raw = _NULL
 
 
-class _Message(msgspec.Struct, gc=False):
+class _Message(_Written):
     role: str = ""
-    content: str | list[_Block] | msgspec.UnsetType | None = msgspec.UNSET
+    content: str | list[_Block] | msgspec.UnsetType | None = _UNSET
     output_config: msgspec.Raw = _NULL
-    clear_at: str | None = None
+    clear_at: str | msgspec.UnsetType | None = _UNSET
 
 
 class _Thread(msgspec.Struct, gc=False):
@@ -120,6 +142,7 @@ _decode_tools = msgspec.json.Decoder(list[_Tool]).decode
 _decode_choice = msgspec.json.Decoder(_ToolChoice).decode
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_texts = msgspec.json.Decoder(list[str]).decode
+_encode = msgspec.json.Encoder().encode
 
 _ROLES: Final = {"user": Role.USER, "assistant": Role.ASSISTANT, "system": Role.SYSTEM}
 _KINDS: Final = {
@@ -137,7 +160,14 @@ _KINDS: Final = {
     "container_upload": Kind.FILE,
 }
 _EMPTY: Final = frozenset({b"null", b"[]"})
-_CALLS: Final = frozenset({Kind.TOOL_CALL, Kind.SERVER_TOOL_CALL})
+# Members that are asked for at every block: an enum looks them up slowly.
+_USER: Final = Role.USER
+_ASSISTANT: Final = Role.ASSISTANT
+_SYSTEM: Final = Role.SYSTEM
+_UNKNOWN: Final = Role.UNKNOWN
+_TEXT: Final = Kind.TEXT
+_CALL: Final = Kind.TOOL_CALL
+_RESULT: Final = Kind.TOOL_RESULT
 _EDGES: Final = frozenset({Kind.TOOL_CALL, Kind.TOOL_RESULT, Kind.SERVER_TOOL_CALL})
 
 _ELSEWHERE: Final[dict[Role, dict[Kind, Check]]] = {
@@ -187,14 +217,19 @@ class AnthropicMessages:
 
     def parse_request(self, body: bytes, context: RequestContext = NO_CONTEXT) -> MessageSequence:
         try:
-            request, strangers = _read(body)
-            if keys.repeats_key(body):
-                raise Ambiguous("a key stands twice in one object")
+            return self._sequence(keys.compacted(body), context)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Undecodable(str(error)) from error
+
+    def _sequence(self, text: bytes, context: RequestContext) -> MessageSequence:
+        request, strangers = _read(text)
         reading = _Reading(len(request.messages), _betas(request, context), _version(request, context))
         for turn, message in enumerate(request.messages):
             reading.add(turn, message)
+        # What stands for strangers is not what was read.
+        whole = not strangers and keys.nothing_dropped(text, len(_encode(request.messages)))
+        if not whole and keys.repeats_key(text):
+            raise Ambiguous("a key stands twice in one object")
         reading.finish(strangers)
         blocks = tuple(reading.blocks)
         return MessageSequence(
@@ -215,11 +250,21 @@ class AnthropicMessages:
             setting=_setting(request),
             budget=None
             if context.window is None
-            else Budget(context.window, tokens_min(body), integer_in(request.max_tokens), "/max_tokens"),
+            else Budget(context.window, tokens_min(text), integer_in(request.max_tokens), "/max_tokens"),
         )
 
     def model_of(self, body: bytes) -> str:
         return model_in(body)
+
+    def declared_tools(self, body: bytes) -> Tools | None:
+        return _declared(body)
+
+    def said(self, body: bytes) -> list[Said]:
+        try:
+            messages = _decode_history(body).messages
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return []  # what stands there is judged by the rules; here nothing can be recognised in it
+        return [_said(turn, said) for turn, said in enumerate(messages) if said.role == "assistant"]
 
     def open_stream(self, sequence: MessageSequence) -> "MessagesStream":
         return MessagesStream()
@@ -242,6 +287,7 @@ class AnthropicMessages:
                 calls += 1
             elif block.text or block.thinking:
                 events.append(TextDelta(len(block.text or block.thinking or "")))
+        events += _usage(answer.usage)
         if answer.stop_reason:
             events += [*_finished(answer.stop_reason), TurnEnded()]
         return events
@@ -321,83 +367,103 @@ class _Reading:
             self.note(Check.NOT_A_MESSAGE, f"/messages/{place}")
 
     def add(self, turn: int, message: _Message) -> None:
-        role = _ROLES.get(message.role, Role.UNKNOWN)
+        role = _ROLES.get(message.role, _UNKNOWN)
         self.turns.append(role)
-        at = f"/messages/{turn}"
-        if role is Role.UNKNOWN:
+        if role is _UNKNOWN:
+            at = f"/messages/{turn}"
             self.note(Check.ROLE_UNKNOWN, f"{at}/role" if message.role else at, message.role)
         content = message.content
         if isinstance(content, list):
             for index, block in enumerate(content):
                 self._add_block(turn, index, role, message, block)
-            if role is Role.ASSISTANT and turn == self._last and content:
-                self._note_end(f"{at}/content/{len(content) - 1}", content[-1])
+            if role is _ASSISTANT and turn == self._last and content:
+                self._note_end(f"/messages/{turn}/content/{len(content) - 1}", content[-1])
         elif isinstance(content, str):
-            self.blocks.append(Block(role, Kind.TEXT, turn, f"{at}/content"))
+            self.blocks.append(Block(role, _TEXT, turn, "/content"))
             if content and (content[-1].isspace() or content[0].isspace()):
-                self._note_blank(turn, role, f"{at}/content", content)
+                self._note_blank(turn, role, f"/messages/{turn}/content", content)
         else:
-            self.note(Check.CONTENT_NULL, at if content is msgspec.UNSET else f"{at}/content")
+            at = f"/messages/{turn}"
+            self.note(Check.CONTENT_NULL, at if content is _UNSET else f"{at}/content")
             return
         if not content:
-            self._note_empty(role, at, message)
+            self._note_empty(role, f"/messages/{turn}", message)
 
     def _add_block(self, turn: int, index: int, role: Role, message: _Message, block: _Block) -> None:
         type_ = block.type
         kind = _KINDS.get(type_)
-        at = f"/messages/{turn}/content/{index}"
+        if kind is _TEXT:
+            added = Block(role, kind, turn, "/content", index)
+            if len(block.text) <= _BLANK_BYTES_MAX or block.citations is not _NULL:
+                self._note_text(role, added, block)
+        elif kind is _RESULT:
+            answers = block.tool_use_id if block.tool_use_id is not _UNSET else None
+            name = block.name if block.name is not _UNSET else None
+            added = Block(role, kind, turn, "/content", index, answers, name, type_)
+            if answers is None:
+                self.note(Check.RESULT_WITHOUT_ID, added.at)
+        elif kind is _CALL:
+            added = self._called(role, kind, turn, index, block)
+            if memoryview(block.input)[0] != _BRACE:
+                at = added.at
+                self.note(Check.ARGUMENTS_NO_OBJECT, at if block.input is _NULL else f"{at}/input")
+        else:
+            added = self._rarer(role, kind, turn, index, block)
+            kind = added.kind
+        self.blocks.append(added)
+        if block.cache_control is not _NULL and memoryview(block.cache_control)[0] != _N:
+            self.marks.append(added.at)
+        if role is _SYSTEM:
+            self._note_system(added.at, kind, message, type_)
+        elif role is not _UNKNOWN and (check := _ELSEWHERE[role].get(kind)) is not None:
+            self.note(check, added.at, type_)
+
+    def _called(self, role: Role, kind: Kind, turn: int, index: int, block: _Block) -> Block:
+        id_ = block.id if block.id is not _UNSET else None
+        name = block.name if block.name is not _UNSET else None
+        return Block(role, kind, turn, "/content", index, id_, name, block.type)
+
+    def _rarer(self, role: Role, kind: Kind | None, turn: int, index: int, block: _Block) -> Block:
+        """A block that is no text and no client tool's."""
+        type_ = block.type
+        if kind is Kind.SERVER_TOOL_CALL:
+            return self._called(role, kind, turn, index, block)
         if kind is None:
             # web_search_tool_result and its kin answer a server's call inside the same assistant message.
             kind = Kind.SERVER_TOOL_RESULT if type_.endswith("_tool_result") else Kind.UNKNOWN
-        if kind is Kind.TEXT:
-            self.blocks.append(Block(role, kind, turn, at))
-        elif kind in _CALLS:
-            self.blocks.append(Block(role, kind, turn, at, block.id, block.name, type_))
-        else:
-            self.blocks.append(Block(role, kind, turn, at, block.tool_use_id, block.name, type_))
-        if block.cache_control is not _NULL and memoryview(block.cache_control)[0] != _N:
-            self.marks.append(at)
+        answers = block.tool_use_id if block.tool_use_id is not _UNSET else None
+        name = block.name if block.name is not _UNSET else None
+        added = Block(role, kind, turn, "/content", index, answers, name, type_)
         match kind:
-            case Kind.TEXT:
-                self._note_text(role, at, block)
-            case Kind.TOOL_CALL:
-                if memoryview(block.input)[0] != _BRACE:
-                    self.note(Check.ARGUMENTS_NO_OBJECT, at if block.input is _NULL else f"{at}/input")
-            case Kind.TOOL_RESULT:
-                if block.tool_use_id is None:
-                    self.note(Check.RESULT_WITHOUT_ID, at)
             case Kind.THINKING:
                 if len(block.signature) <= len('""') or memoryview(block.signature)[0] == _N:
-                    self.note(Check.SIGNATURE_MISSING, at)
+                    self.note(Check.SIGNATURE_MISSING, added.at)
             case Kind.COMPACTION:
-                self._note_compaction(role, index, at, block)
-            case Kind.DOCUMENT if self._stricter and role is Role.ASSISTANT:
-                self.note(Check.DOCUMENT_OF_ASSISTANT, at)
+                self._note_compaction(role, index, added.at, block)
+            case Kind.DOCUMENT if self._stricter and role is _ASSISTANT:
+                self.note(Check.DOCUMENT_OF_ASSISTANT, added.at)
             case Kind.UNKNOWN:
-                self._note_unknown(at, type_)
-        if role is Role.SYSTEM:
-            self._note_system(at, kind, message, type_)
-        elif role is not Role.UNKNOWN and (check := _ELSEWHERE[role].get(kind)) is not None:
-            self.note(check, at, type_)
+                self._note_unknown(added.at, type_)
+        return added
 
     # What is odd
 
-    def _note_text(self, role: Role, at: str, block: _Block) -> None:
+    def _note_text(self, role: Role, added: Block, block: _Block) -> None:
         text = block.text
         if len(text) == len('""'):
-            self.note(Check.TEXT_EMPTY, at)
+            self.note(Check.TEXT_EMPTY, added.at)
         elif len(text) <= _BLANK_BYTES_MAX and text is not _NULL and _is_blank(text):
-            blank = Check.TEXT_OF_ASSISTANT_BLANK if role is Role.ASSISTANT else Check.TEXT_BLANK
-            self.note(blank, at)
+            blank = Check.TEXT_OF_ASSISTANT_BLANK if role is _ASSISTANT else Check.TEXT_BLANK
+            self.note(blank, added.at)
         cited = len(block.citations) > len("[]") and memoryview(block.citations)[0] != _N
-        if cited and self._stricter and role is Role.USER:
-            self.note(Check.CITATIONS_OF_USER, f"{at}/citations")
+        if cited and self._stricter and role is _USER:
+            self.note(Check.CITATIONS_OF_USER, f"{added.at}/citations")
 
     def _note_blank(self, turn: int, role: Role, at: str, text: str) -> None:
         if text.isspace():
-            blank = Check.TEXT_OF_ASSISTANT_BLANK if role is Role.ASSISTANT else Check.TEXT_BLANK
+            blank = Check.TEXT_OF_ASSISTANT_BLANK if role is _ASSISTANT else Check.TEXT_BLANK
             self.note(blank, at)
-        elif role is Role.ASSISTANT and turn == self._last and text[-1].isspace():
+        elif role is _ASSISTANT and turn == self._last and text[-1].isspace():
             self.note(Check.PREFILL_BLANK, at)
 
     def _note_end(self, at: str, block: _Block) -> None:
@@ -533,6 +599,69 @@ def _choice(request: _Request, oddities: list[Oddity]) -> str | None:
     return choice.name if choice.type == "tool" else None
 
 
+# -- what an answer is held against ---------------------------------------------------------------------------------
+
+
+class _DeclaredTool(msgspec.Struct, gc=False):
+    name: str = ""
+    type: str | None = None
+    input_schema: msgspec.Raw = _NULL
+
+
+class _Declaration(msgspec.Struct, gc=False):
+    tools: list[_DeclaredTool] | None = None
+
+
+class _SpokenPart(msgspec.Struct, gc=False):
+    type: str = ""
+    text: str = ""
+    id: str | None = None
+
+
+class _Spoken(msgspec.Struct, gc=False):
+    role: str = ""
+    content: str | list[_SpokenPart] = ""
+
+
+class _History(msgspec.Struct, gc=False):
+    messages: list[_Spoken]
+
+
+_decode_declaration = msgspec.json.Decoder(_Declaration).decode
+_decode_history = msgspec.json.Decoder(_History).decode
+_TOOLS_CHANGE: Final = (b'"tool_addition"', b'"tool_changes"')
+
+
+def _declared(body: bytes) -> Tools | None:
+    try:
+        declared = _decode_declaration(body).tools
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # tools in a form of another API: nothing can be said of them
+    if not declared:
+        return None
+    # A built-in toolset is called by the names of its members, and messages may add tools (A2, B18).
+    custom = all(tool.name and tool.type in (None, "custom") for tool in declared)
+    return Tools(
+        {
+            tool.name: b"" if memoryview(tool.input_schema)[0] == _N else bytes(tool.input_schema)
+            for tool in declared
+        },
+        custom and not any(change in body for change in _TOOLS_CHANGE),
+    )
+
+
+def _said(turn: int, message: _Spoken) -> Said:
+    at, content = f"/messages/{turn}", message.content
+    if isinstance(content, str):
+        return Said(at, content)
+    calls = [
+        (f"{at}/content/{index}", part.id)
+        for index, part in enumerate(content)
+        if part.type == "tool_use" and part.id
+    ]
+    return Said(at, "".join(part.text for part in content if part.type == "text"), calls)
+
+
 # -- answers ----------------------------------------------------------------------------------------------------
 
 
@@ -551,7 +680,15 @@ class _Answer(msgspec.Struct, gc=False):
     model: str | None = None
     content: list[_AnswerBlock] = []
     stop_reason: str | None = None
+    usage: msgspec.Raw = _NULL
     error: msgspec.Raw = _NULL
+
+
+class _Usage(msgspec.Struct, gc=False):
+    input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    output_tokens: int | None = None
 
 
 class _Delta(msgspec.Struct, gc=False):
@@ -570,6 +707,7 @@ class _StartedBlock(msgspec.Struct, gc=False):
 class _StartedMessage(msgspec.Struct, gc=False):
     id: str | None = None
     model: str | None = None
+    usage: msgspec.Raw = _NULL
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -578,6 +716,7 @@ class _Event(msgspec.Struct, gc=False):
     delta: _Delta | None = None
     content_block: _StartedBlock | None = None
     message: _StartedMessage | None = None
+    usage: msgspec.Raw = _NULL
     error: msgspec.Raw = _NULL
 
 
@@ -585,54 +724,62 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class MessagesStream:
-    """Reader of one streamed answer."""
+    """Reader of one streamed answer.
 
-    __slots__ = ("_calls", "_framer", "_open")
+    Blocks are numbered 0, 1, 2…, and one is open at a time. The SDKs append a block at its start and find it again by
+    its index: where the two disagree, they put a call's arguments into another block and raise nothing. So what is
+    irregular in the numbers around a call ends the turn; around text it is only noted.
+    """
+
+    __slots__ = ("_blocks", "_calls", "_framer", "_known", "_open")
 
     closes_calls: Literal[True] = True
 
     def __init__(self) -> None:
         self._framer = sse.SseFramer()
+        self._blocks = 0  # the next index
         self._calls = 0
-        self._open: dict[int, int] = {}  # content block index -> number of the client call in it
+        self._open: dict[int, int | None] = {}  # index of each open block -> number of the client call in it
+        self._known: dict[int, str] = {}  # index -> id of the client call that was ever there
 
     @property
     def pending(self) -> bytes:
         return self._framer.pending
 
-    def feed(self, data: bytes) -> list[Frame]:
-        return [Frame(raw, self._read(raw)) for raw in self._framer.feed(data)]
+    @property
+    def pending_is_idle(self) -> bool:
+        return sse.is_idle(self.pending)
 
-    def _read(self, frame: bytes) -> tuple[StreamEvent, ...]:
+    def feed(self, data: bytes) -> list[Frame]:
+        return [self._read(raw) for raw in self._framer.feed(data)]
+
+    def _read(self, frame: bytes) -> Frame:
         name, data = sse.fields(frame)
-        if data is None:
-            return ()
+        if data is None or data == b"[DONE]":  # the last word of another API, which bridges add to this one
+            return Frame(frame, ())
         try:
             event = _decode_event(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             second = _second_reading(data)
             if second is None:
                 # The API may add events of a name and shape we do not know; its own must be readable.
-                return () if _foreign(name, error) else (FrameUnreadable(str(error)),)
+                return Frame(frame, () if _foreign(name, error) else (FrameUnreadable(str(error)),))
             event = second
-        if event.type == "content_block_delta" and event.delta is not None and event.delta.text:
-            return (TextDelta(len(event.delta.text)),)  # nearly all of them, so without detours
-        return tuple(self._events(event))
+        delta = event.delta
+        if event.type == "content_block_delta" and delta is not None and delta.text:
+            return Frame(frame, (TextDelta(len(delta.text)),), delta.text)  # nearly all, so without detours
+        return Frame(frame, tuple(self._events(event)))
 
     def _events(self, event: _Event) -> Iterator[StreamEvent]:
         match event.type:
             case "content_block_delta":
                 yield from self._delta(event.index, event.delta or _Delta())
             case "content_block_start":
-                block = event.content_block
-                if block is not None and block.type == "tool_use":
-                    self._open[event.index] = self._calls
-                    yield CallOpened(self._calls, 0, block.id or "", block.name or "")
-                    self._calls += 1
+                yield from self._start(event.index, event.content_block or _StartedBlock())
             case "content_block_stop":
-                if event.index in self._open:
-                    yield CallClosed(self._open.pop(event.index))
+                yield from self._stop(event.index)
             case "message_delta":
+                yield from _usage(event.usage)
                 if event.delta is not None and event.delta.stop_reason:
                     yield from _finished(event.delta.stop_reason)
             case "message_stop":
@@ -640,15 +787,59 @@ class MessagesStream:
             case "message_start":
                 message = event.message or _StartedMessage()
                 yield TurnStarted(message.id or "", message.model or "")
+                yield from _usage(message.usage)
             case "error":
                 yield ProviderFailed(_shown(event.error))
 
+    def _start(self, index: int, block: _StartedBlock) -> Iterator[StreamEvent]:
+        is_call = block.type == "tool_use"
+        if index < self._blocks:
+            another = is_call and self._known.get(index, block.id) != block.id
+            yield Irregular(
+                Reason.STREAM_CALL_ID_CONFLICT if another else STREAM_DUPLICATE_DELTA,
+                fatal=is_call or index in self._known,
+            )
+        elif index > self._blocks > 0:
+            yield Irregular(STREAM_OUT_OF_ORDER)  # the SDKs raise on it by themselves, or do not mind
+        self._blocks = max(self._blocks, index) + 1
+        self._open[index] = None
+        if is_call:
+            self._open[index] = self._calls
+            self._known[index] = block.id or ""
+            yield CallOpened(self._calls, 0, block.id or "", block.name or "")
+            self._calls += 1
+
+    def _stop(self, index: int) -> Iterator[StreamEvent]:
+        if index not in self._open:
+            yield Irregular(STREAM_DUPLICATE_DELTA if index < self._blocks else STREAM_OUT_OF_ORDER)
+        elif (call := self._open.pop(index)) is not None:
+            yield CallClosed(call)
+
     def _delta(self, index: int, delta: _Delta) -> Iterator[StreamEvent]:
         if delta.partial_json is not None:
-            if index in self._open:
-                yield CallDelta(self._open[index], delta.partial_json)
+            if index not in self._open:
+                # A call whose beginning was lost, or a piece behind its end. One that says nothing changes nothing.
+                behind = index in self._known
+                yield Irregular(
+                    STREAM_AFTER_STOP if behind else STREAM_OUT_OF_ORDER, fatal=bool(delta.partial_json)
+                )
+            elif (call := self._open[index]) is not None:
+                yield CallDelta(call, delta.partial_json)
         elif delta.text or delta.thinking:
             yield TextDelta(len(delta.text or delta.thinking or ""))
+
+
+def _usage(usage: msgspec.Raw) -> Iterator[UsageReported]:
+    """Tokens in and out, if that can be read. The API counts what was read from or written to the cache apart."""
+    if usage is _NULL or memoryview(usage)[0] == _N:
+        return
+    with suppress(msgspec.DecodeError):
+        counted = msgspec.json.decode(usage, type=_Usage)
+        cached = (counted.cache_creation_input_tokens or 0) + (counted.cache_read_input_tokens or 0)
+        yield UsageReported(
+            -1 if counted.input_tokens is None else counted.input_tokens + cached,
+            -1 if counted.output_tokens is None else counted.output_tokens,
+        )
 
 
 _NAMES: Final = frozenset(

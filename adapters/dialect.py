@@ -8,7 +8,9 @@ from typing import Final, Protocol
 import msgspec
 
 from turngate.validators.graph import MessageSequence
+from turngate.validators.previews import Said
 from turngate.validators.rules import Reason
+from turngate.validators.schemas import Tools
 from turngate.validators.stream import StreamEvent, StreamParser
 
 
@@ -176,6 +178,12 @@ class Dialect(Protocol):
 
     def model_of(self, body: bytes) -> str:
         """The model a request asks for, "" where that cannot be read."""
+
+    def declared_tools(self, body: bytes) -> Tools | None:
+        """What a request declares; None where that is nothing, or cannot be read. Slow: for answers with calls."""
+
+    def said(self, body: bytes) -> list[Said]:
+        """What the assistant has said so far by a request's account; slow. Nothing of a body that cannot be read."""
 
     def open_stream(self, sequence: MessageSequence) -> StreamParser:
         """Fresh state for one streamed answer to this request."""

@@ -71,6 +71,11 @@ def fields(frame: bytes) -> tuple[bytes, bytes | None]:
     return name, b"\n".join(data) if data else None
 
 
+def is_idle(frame: bytes) -> bool:
+    """True where a frame, whole or not, has only blank lines and comments."""
+    return all(line.startswith(b":") for line in _LINE_END.split(frame.removeprefix(BOM)) if line)
+
+
 def event(data: bytes, name: bytes = b"") -> bytes:
     """One frame."""
     return b"event: %s\ndata: %s\n\n" % (name, data) if name else b"data: %s\n\n" % data

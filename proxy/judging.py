@@ -28,9 +28,12 @@ WORTH_BYTES: Final = 16 * 1024
 REMEMBERED_MAX: Final = 64
 MET_MAX: Final = 16
 """Bodies met once are kept whole, with what was read out of them."""
-ALIKE_BYTES: Final = 1024
-"""Looked at first: most bodies differ there."""
+ALIKE_BYTES: Final = 64
+"""Looked at first at the end of a beginning, because many conversations have a long preamble in common; then at its
+start."""
 REMEMBERED_BYTES_MAX: Final = 32 * 2**20
+BLOCK_BYTES: Final = 200
+"""What a block, or an id, takes beside the bytes it was read from; measured, rounded up."""
 
 
 class Judged(msgspec.Struct, frozen=True):
@@ -59,6 +62,13 @@ class _Settled:
     messages: int
     uses_tools: bool
     hashed: Any  # hashlib's objects have no public type
+    size: int
+    """Memory in bytes, about."""
+
+    def begins(self, body: bytes) -> bool:
+        end = len(self.prefix)
+        near = max(0, end - ALIKE_BYTES)
+        return body.startswith(self.prefix[near:], near) and body.startswith(self.prefix)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,14 +77,29 @@ class _Met:
     conversations of one request never come back, and that work is a third of judging them."""
 
     body: bytes
+    spoke: int
+    """Where the role of the last assistant message stands, or seems to."""
     levels: Levels
     context: RequestContext
     sequence: MessageSequence
 
+    @property
+    def size(self) -> int:
+        """Memory in bytes, about."""
+        return len(self.body) + BLOCK_BYTES * len(self.sequence.blocks)
+
     def seems_to_begin(self, body: bytes) -> bool:
-        """True where the first quarter is the same: tools may stand behind the messages, and the last turn be long."""
-        quarter = len(self.body) // 4
-        return all(body.startswith(self.body[:end]) for end in (min(ALIKE_BYTES, quarter), quarter))
+        """True where all is the same up to the assistant's last turn: behind it histories grow, and marks move."""
+        near = max(0, self.spoke - ALIKE_BYTES)
+        if not body.startswith(self.body[near : self.spoke], near):
+            return False
+        at, length = 0, ALIKE_BYTES
+        while at < self.spoke:  # in growing pieces: a slice is a copy, and most of what differs differs early
+            end = min(at + length, self.spoke)
+            if not body.startswith(self.body[at:end], at):
+                return False
+            at, length = end, 4 * length
+        return True
 
 
 class Judge:
@@ -99,20 +124,25 @@ class Judge:
         sequence = dialect.parse_request(body, context)
         judgement = judge(sequence, levels)
         if len(body) >= WORTH_BYTES and not judgement.findings and context.window is None:
-            self._met.append(_Met(body, levels, context, sequence))
-            self._bytes += len(body)
-            self._make_room()
+            self._meet(_Met(body, body.rfind(b'"assistant"'), levels, context, sequence))
         return Judged(sequence, judgement, sha256(body).digest())
+
+    def _meet(self, met: _Met) -> None:
+        if met.spoke < 0:
+            return  # nothing of it is settled yet
+        self._met.append(met)
+        self._bytes += met.size
+        self._make_room()
 
     def _find(self, api: str, body: bytes, levels: Levels, context: RequestContext) -> _Settled | None:
         if len(body) < WORTH_BYTES:
             return None
         for settled in reversed(self._settled):
             if (
-                body.startswith(settled.prefix)
+                settled.levels is levels
                 and settled.api == api
-                and settled.levels is levels
                 and settled.context == context
+                and settled.begins(body)
             ):
                 if settled is not self._settled[-1]:
                     self._settled.remove(settled)
@@ -132,9 +162,9 @@ class Judge:
                 and met.seems_to_begin(body)
             ):
                 self._met.remove(met)
-                self._bytes -= len(met.body)
+                self._bytes -= met.size
                 settled = self._remember(met.sequence, met.body, met.body, levels, context, None)
-                return settled if settled is not None and body.startswith(settled.prefix) else None
+                return settled if settled is not None and settled.begins(body) else None
         return None
 
     def _continue(self, dialect: Dialect, body: bytes, known: _Settled) -> Judged | None:
@@ -184,6 +214,7 @@ class Judge:
             hashed = known.hashed.copy()
             hashed.update(body[len(known.prefix) : end])
             self._forget(known)
+        ids.update(_ids(sequence, turn))
         settled = _Settled(
             prefix,
             opening,
@@ -197,23 +228,23 @@ class Judge:
             turn + (known.messages if known is not None else 0),
             sequence.uses_tools or (known is not None and known.uses_tools),
             hashed,
+            len(prefix) + BLOCK_BYTES * len(ids),
         )
-        ids.update(_ids(sequence, turn))
         self._settled.append(settled)
-        self._bytes += len(prefix)
+        self._bytes += settled.size
         self._make_room()
         return settled
 
     def _make_room(self) -> None:
         """What was met once goes first."""
         while self._met and (len(self._met) > MET_MAX or self._bytes > REMEMBERED_BYTES_MAX):
-            self._bytes -= len(self._met.pop(0).body)
+            self._bytes -= self._met.pop(0).size
         while len(self._settled) > REMEMBERED_MAX or self._bytes > REMEMBERED_BYTES_MAX:
             self._forget(self._settled[0])
 
     def _forget(self, settled: _Settled) -> None:
         self._settled.remove(settled)
-        self._bytes -= len(settled.prefix)
+        self._bytes -= settled.size
 
 
 def _digest(body: bytes, settled: _Settled) -> bytes:

@@ -9,15 +9,23 @@ from hypothesis import strategies as st
 
 from turngate.validators.rules import Reason
 from turngate.validators.stream import (
+    CALL_ARGUMENTS_DUPLICATE_KEY,
+    STREAM_AFTER_STOP,
+    STREAM_DUPLICATE_DELTA,
+    STREAM_MALFORMED_CALL,
+    STREAM_OUT_OF_ORDER,
+    STREAM_WRONG_HANDLE,
     Assembler,
     CallClosed,
     CallDelta,
+    CallDisplaced,
     CallNamed,
     CallOpened,
     ChoiceFinished,
     Ending,
     Finish,
     FrameUnreadable,
+    Irregular,
     ProviderFailed,
     StreamEvent,
     TextDelta,
@@ -25,7 +33,9 @@ from turngate.validators.stream import (
     TurnEnded,
     TurnStarted,
     TurnVerdict,
+    UsageReported,
     arguments_fault,
+    repeats_key,
 )
 
 Released = list[tuple[str, str, str]]
@@ -294,6 +304,173 @@ def test_the_first_name_of_the_answer_stays() -> None:
     for event in [TurnStarted("", "m"), TurnStarted("r1", "m2"), TurnStarted("r2", "")]:
         assembler.receive(event)
     assert (assembler.handle, assembler.model) == ("r1", "m")
+
+
+START, AGAIN, OTHER_START = TurnStarted("r1", "m"), TurnStarted("r1", "m"), TurnStarted("r2", "m")
+ODD = Irregular(STREAM_OUT_OF_ORDER)
+IRREGULAR: dict[str, tuple[list[StreamEvent], Turn, Reason | None, list[Reason]]] = {
+    "a second start": (
+        [START, AGAIN, TEXT, STOP, END],
+        COMMITTED,
+        STREAM_DUPLICATE_DELTA,
+        [STREAM_DUPLICATE_DELTA],
+    ),
+    "a second start behind text": (
+        [START, TEXT, AGAIN, STOP, END],
+        COMMITTED,
+        STREAM_DUPLICATE_DELTA,
+        [STREAM_DUPLICATE_DELTA],
+    ),
+    "a second start behind a call": (
+        [START, *call(0, "{}"), AGAIN, FOR_TOOLS, END],
+        RETRACTED,
+        STREAM_DUPLICATE_DELTA,
+        [],
+    ),
+    "another answer before anything was said": (
+        [START, OTHER_START, TEXT, STOP, END],
+        COMMITTED,
+        STREAM_WRONG_HANDLE,
+        [STREAM_WRONG_HANDLE],
+    ),
+    "another answer behind text": ([START, TEXT, OTHER_START, STOP, END], RETRACTED, STREAM_WRONG_HANDLE, []),
+    "text behind the end": ([TEXT, STOP, END, TEXT], COMMITTED, None, [STREAM_AFTER_STOP]),
+    "an end with every piece of text": ([TEXT, STOP, END, TEXT, STOP, END], COMMITTED, None, []),
+    "a piece behind the finish of its choice": (
+        [*call(0, "{}"), FOR_TOOLS, CallDelta(0, " "), END],
+        RETRACTED,
+        STREAM_AFTER_STOP,
+        [],
+    ),
+    "a piece that says nothing, behind the finish": (
+        [*call(0, "{}"), FOR_TOOLS, CallDelta(0, ""), END],
+        COMMITTED,
+        None,
+        [STREAM_AFTER_STOP],
+    ),
+    "a name behind the finish": (
+        [CallOpened(0, 0, "c0", ""), FOR_TOOLS, CallNamed(0, "", "f"), END],
+        RETRACTED,
+        STREAM_AFTER_STOP,
+        [],
+    ),
+    "a piece behind the close of its call": (
+        [*call(0, "{}"), CallClosed(0), CallDelta(0, " "), FOR_TOOLS, END],
+        RETRACTED,
+        STREAM_AFTER_STOP,
+        [],
+    ),
+    "a call behind the finish of its choice, and another choice ends": (
+        [STOP, *call(0, "{}"), ChoiceFinished(1, Finish.COMPLETE), END],
+        RETRACTED,
+        Reason.STREAM_NO_STOP,
+        [],
+    ),
+    "a call behind the end": (
+        [*call(0, "{}"), FOR_TOOLS, END, *call(1, "[]"), FOR_TOOLS, END],
+        COMMITTED,
+        None,
+        [STREAM_AFTER_STOP],
+    ),
+    "a call behind the end that repeats one": (
+        [*call(0, "{}"), FOR_TOOLS, END, *call(1, "{}"), FOR_TOOLS, END],
+        RETRACTED,
+        STREAM_DUPLICATE_DELTA,
+        [STREAM_AFTER_STOP],
+    ),
+    "one call twice, at once": ([*call(0, "{}"), *call(1, "{}"), FOR_TOOLS, END], COMMITTED, None, []),
+    "a whole call that was displaced": (
+        [*call(0, "{}"), *call(1, "[]"), CallDisplaced(0), FOR_TOOLS, END],
+        COMMITTED,
+        None,
+        [],
+    ),
+    "a cut call that was displaced": (
+        [*call(0, "{"), *call(1, "[]"), CallDisplaced(0), FOR_TOOLS, END],
+        RETRACTED,
+        Reason.STREAM_CALL_ID_CONFLICT,
+        [],
+    ),
+    "all arguments once more": (
+        [*call(0, '{"a"', ":1", '{"a":1}'), FOR_TOOLS, END],
+        RETRACTED,
+        STREAM_DUPLICATE_DELTA,
+        [],
+    ),
+    "whole arguments twice": ([*call(0, "{}", "{}"), FOR_TOOLS, END], RETRACTED, STREAM_DUPLICATE_DELTA, []),
+    "one piece twice": (
+        [*call(0, '{"a"', ":", ":", "1}"), FOR_TOOLS, END],
+        RETRACTED,
+        STREAM_DUPLICATE_DELTA,
+        [],
+    ),
+    "one piece too many": ([*call(0, '{"a"', ":", "]", "1}"), FOR_TOOLS, END], RETRACTED, INVALID, []),
+    "a key that stands twice": (
+        [*call(0, '{"a":1,"a":2}'), FOR_TOOLS, END],
+        RETRACTED,
+        CALL_ARGUMENTS_DUPLICATE_KEY,
+        [],
+    ),
+    "the same oddity twice": ([ODD, TEXT, ODD, STOP, END], COMMITTED, None, [STREAM_OUT_OF_ORDER]),
+    "an oddity that clients read in two ways": (
+        [TEXT, Irregular(STREAM_OUT_OF_ORDER, fatal=True), STOP, END],
+        RETRACTED,
+        STREAM_OUT_OF_ORDER,
+        [],
+    ),
+    "a call that the provider could not read": (
+        [ProviderFailed("x", malformed_call=True)],
+        RETRACTED,
+        STREAM_MALFORMED_CALL,
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("events", "turn", "reason", "anomalies"), IRREGULAR.values(), ids=IRREGULAR)
+def test_what_is_irregular_ends_the_turn_or_is_noted(
+    events: list[StreamEvent], turn: Turn, reason: Reason | None, anomalies: list[Reason]
+) -> None:
+    assembler = Assembler()
+    for event in events:
+        assembler.receive(event)
+    verdict = assembler.close(Ending.CLEAN)
+    assert (verdict.turn, verdict.reason, assembler.anomalies) == (turn, reason, anomalies)
+    assert verdict.calls == (tuple(assembler.calls) if turn is COMMITTED else ())
+
+
+USAGES: dict[str, tuple[list[StreamEvent], tuple[int, int]]] = {
+    "never told": ([TEXT], (-1, -1)),
+    "at the end": ([TEXT, UsageReported(7, 3)], (7, 3)),
+    "at the start and at the end": ([UsageReported(7, 1), TEXT, UsageReported(-1, 3)], (7, 3)),
+    "a later count replaces": ([UsageReported(7, 1), UsageReported(9, 0)], (9, 0)),
+}
+
+
+@pytest.mark.parametrize(("events", "tokens"), USAGES.values(), ids=USAGES)
+def test_the_last_count_of_tokens_counts(events: list[StreamEvent], tokens: tuple[int, int]) -> None:
+    assembler = Assembler()
+    for event in events:
+        assembler.receive(event)
+    assert (assembler.input_tokens, assembler.output_tokens) == tokens
+
+
+REPEATED: dict[str, bool] = {
+    "{}": False,
+    '{"a":1,"b":1}': False,
+    '{"a":{"a":{"a":1}}}': False,
+    '[{"a":1},{"a":1}]': False,
+    '{"a":1,"a":1}': True,
+    '{"a":{"b":1,"b":[]}}': True,
+    '{"a":1,"\\u0061":2}': True,
+    '["a","a"]': False,
+    '{"n":' + "9" * 10_000 + "}": False,
+}
+
+
+@pytest.mark.parametrize(("text", "repeated"), REPEATED.items(), ids=lambda value: str(value)[:20])
+def test_a_key_that_stands_twice_is_seen(text: str, repeated: bool) -> None:
+    assert repeats_key(text) is repeated
 
 
 ARGUMENTS: dict[str, Reason | None] = {

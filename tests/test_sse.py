@@ -134,3 +134,18 @@ def test_a_long_frame_fed_in_small_pieces_is_found_once_whole() -> None:
     assert [frame for at in range(0, len(body), 7) for frame in framer.feed(body[at : at + 7])] == []
     assert framer.feed(b"\n\n") == [body + b"\n\n"]
     assert framer.pending == b""
+
+
+IDLE: dict[str, tuple[bytes, bool]] = {
+    "nothing": (b"", True),
+    "line ends": (b"\r\n\n", True),
+    "comments": (b": a\n:b\n", True),
+    "a byte order mark": (sse.BOM, True),
+    "data": (b": a\ndata: 1\n", False),
+    "half a field": (b"da", False),
+}
+
+
+@pytest.mark.parametrize(("frame", "idle"), IDLE.values(), ids=IDLE)
+def test_a_frame_of_comments_and_blank_lines_is_idle(frame: bytes, idle: bool) -> None:
+    assert sse.is_idle(frame) is idle

@@ -133,16 +133,12 @@ def id_pattern(sequence: MessageSequence, _: Pairing, profile: Profile) -> Itera
     pattern = profile.call_id
     if pattern is None:
         return
-    told: set[str] = set()
-    for block in sequence.blocks:
+    ids = {block.call_id for block in sequence.blocks}
+    wrong = {id_ for id_ in ids if id_ is not None and pattern.fullmatch(id_) is None}
+    for block in sequence.blocks if wrong else ():
         id_ = block.call_id
-        if (
-            id_ is not None
-            and (block.kind is Kind.TOOL_CALL or block.kind is Kind.TOOL_RESULT)
-            and pattern.fullmatch(id_) is None
-            and id_ not in told
-        ):
-            told.add(id_)
+        if id_ in wrong and (block.kind is Kind.TOOL_CALL or block.kind is Kind.TOOL_RESULT):
+            wrong.remove(id_)
             key = sequence.result_id_key if block.kind is Kind.TOOL_RESULT else "id"
             yield (
                 f"{block.at}/{key}",
@@ -194,8 +190,12 @@ def name_empty(sequence: MessageSequence, pairing: Pairing, _: Profile) -> Itera
 def name_pattern(sequence: MessageSequence, pairing: Pairing, profile: Profile) -> Iterator[Fault]:
     """A call of a tool by a name that this server does not take."""
     pattern = profile.call_name
-    for edge in pairing.edges if pattern is not None else ():
-        if edge.call.name and pattern is not None and pattern.fullmatch(edge.call.name) is None:
+    if pattern is None:
+        return
+    names = {edge.call.name for edge in pairing.edges}
+    wrong = {name for name in names if name and pattern.fullmatch(name) is None}
+    for edge in pairing.edges if wrong else ():
+        if edge.call.name in wrong:
             yield (
                 _name_at(sequence, edge),
                 f"name {quoted(edge.call.name)} is not of the form {pattern.pattern}.",

@@ -10,6 +10,7 @@ The same gate watches where nothing may be held: `holds=False` passes every byte
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from turngate.validators.previews import Preview
 from turngate.validators.rules import Reason
 from turngate.validators.stream import (
     Assembler,
@@ -38,12 +39,16 @@ class Gate:
     holds: bool
     held_bytes_max: int
     retraction: Callable[[Reason], bytes]
+    preview: Preview | None = None
+    """Collects the text that the app is shown, where somebody wants to recognise it."""
     verdict: TurnVerdict | None = None
     over: bool = False
     """Nothing more may be written: the app was told that the turn is broken."""
     blind: bool = False
     """A frame outgrew the bound where nothing may be held: the rest of the answer is not judged."""
     withheld_bytes: int = 0
+    released_calls: int = 0
+    """Calls that have left, whatever became of the turn behind them."""
     _held: list[Frame] = field(default_factory=list)
     _held_bytes: int = 0
     _pending_bytes: int = 0
@@ -70,6 +75,8 @@ class Gate:
         self._pending_bytes = len(self.parser.pending)
         if untouched and not self._pending_bytes and _only_text(frames):
             self.assembler.receive(frames[0].events[0])
+            if self.preview is not None:
+                self.preview.add(frames[0].text)
             return data  # nearly all of them: one whole frame of text, no copy
         out: list[bytes] = []
         for frame in frames:
@@ -89,10 +96,19 @@ class Gate:
         if not self.holds or ending is Ending.LEFT:
             return b""
         if self.assembler.ended:
-            return rest if ending is Ending.CLEAN else b""
+            return self._torn(rest) if rest and ending is Ending.CLEAN else b""
         out: list[bytes] = []
         self._retract(self.verdict.reason or Reason.STREAM_NO_STOP, out)
         return b"".join(out)
+
+    def _torn(self, rest: bytes) -> bytes:
+        """What stands behind the end without its blank line. Clients of SSE drop it, others read it line by line: half
+        an event must not reach them."""
+        if self.parser.pending_is_idle:
+            return rest
+        self.assembler.note(Reason.STREAM_TRUNCATED)
+        self.withheld_bytes += len(rest)
+        return b""
 
     def abandon(self) -> bytes:
         """Give the turn up for a fault of our own; return what the app must be told."""
@@ -109,6 +125,7 @@ class Gate:
         for frame in self.parser.feed(data):
             for event in frame.events:
                 self.assembler.receive(event)
+            self._show(frame)
         self.blind = len(self.parser.pending) > self.held_bytes_max
 
     def _take(self, frame: Frame, out: list[bytes]) -> None:
@@ -128,14 +145,24 @@ class Gate:
                 self._settle(out)
         else:
             out.append(frame.raw)
+            self._show(frame)
+
+    def _show(self, frame: Frame) -> None:
+        if frame.text and self.preview is not None:
+            self.preview.add(frame.text)
 
     def _settle(self, out: list[bytes]) -> None:
         """The turn has ended with frames held: release, let the finish pass alone, or retract."""
         self.verdict = verdict = self.assembler.judge()
         if verdict.turn is Turn.COMMITTED:
-            out += [frame.raw for frame in self._held]
+            for frame in self._held:
+                out.append(frame.raw)
+                self._show(frame)
+            self.released_calls = len(verdict.calls)
         elif verdict.turn is Turn.INCOMPLETE and (end := self._end_without_calls()):
-            out += [frame.raw for frame in end]
+            for frame in end:
+                out.append(frame.raw)
+                self._show(frame)
             self.withheld_bytes += self._held_bytes - sum(len(frame.raw) for frame in end)
         else:
             self._retract(verdict.reason or Reason.INTERNAL, out)

@@ -11,6 +11,7 @@ Completions a block of the run is a message of role `tool` (openai-chat.md B01 t
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -24,6 +25,9 @@ class Role(StrEnum):
     ASSISTANT = "assistant"
     TOOL = "tool"
     UNKNOWN = "unknown"
+
+    # An enum's own hash is computed in Python at every look-up; equality is the text's already.
+    __hash__ = str.__hash__
 
 
 class Kind(StrEnum):
@@ -46,6 +50,8 @@ class Kind(StrEnum):
     SEARCH_RESULT = "search_result"
     REFERENCE = "reference"
     UNKNOWN = "unknown"
+
+    __hash__ = str.__hash__
 
 
 class Check(StrEnum):
@@ -144,7 +150,7 @@ class Check(StrEnum):
 
 
 class Block(msgspec.Struct, frozen=True, gc=False):
-    """One piece of a message. `turn` is the message's index, `at` the JSON pointer into the provider's body.
+    """One piece of a message. `turn` is the message's index; `field` and `index` say where it stands in there.
 
     `call_id` is set on calls and results; None there means that the wire has no id to pair by (the legacy function
     messages), or that the app left it out. `wire` is the wire's own name of the kind where the kind does not tell.
@@ -153,10 +159,17 @@ class Block(msgspec.Struct, frozen=True, gc=False):
     role: Role
     kind: Kind
     turn: int
-    at: str
+    field: str = ""
+    index: int | None = None
     call_id: str | None = None
     name: str | None = None
     wire: str = ""
+
+    @property
+    def at(self) -> str:
+        """The JSON pointer into the provider's body; put together when it is asked for, which is at a finding."""
+        where = f"/messages/{self.turn}{self.field}"
+        return where if self.index is None else f"{where}/{self.index}"
 
 
 class Oddity(msgspec.Struct, frozen=True, gc=False):
@@ -232,8 +245,7 @@ class MessageSequence(msgspec.Struct, frozen=True):
     """A call's name stands in an object of its own on this wire, for pointers."""
 
 
-@dataclass(slots=True, eq=False)
-class Edge:
+class Edge(msgspec.Struct, eq=False, gc=False):
     """A client's tool call and the result that answers it, if one stands in its place."""
 
     call: Block
@@ -272,31 +284,32 @@ class Pairing:
     """The first call of each id that an earlier turn has had, by id."""
 
 
+_ASSISTANT: Final = Role.ASSISTANT  # a member is looked up slowly, and these are asked for at every block
+_TOOL_CALL: Final = Kind.TOOL_CALL
+_TOOL_RESULT: Final = Kind.TOOL_RESULT
+_TEXT: Final = Kind.TEXT
+
+
 def pair(sequence: MessageSequence) -> Pairing:
     """Link results to calls as the provider does. Linear in the number of blocks."""
     pairing = Pairing()
     run = _Run()
     met: dict[str, Edge] = {}
     strays: list[tuple[Block, Stray, _Run]] = []
+    joins = sequence.joins_assistant_turns
     for block in sequence.blocks:
-        if block.role is Role.ASSISTANT:
-            if not run.at_assistant or (block.turn != run.turn and not sequence.joins_assistant_turns):
+        kind = block.kind
+        if block.role is _ASSISTANT:
+            if not run.at_assistant or (block.turn != run.turn and not joins):
                 pairing.server_calls += run.server_calls.values()
-                run = _Run(at_assistant=True)
+                run = _Run()
+                run.at_assistant = True
             run.turn = block.turn
-            if block.kind is Kind.TOOL_CALL:
-                edge = run.open(block)
-                pairing.edges.append(edge)
-                if (id_ := block.call_id) is not None:
-                    if len(run.by_id[id_]) > 1:
-                        pairing.repeated.append(edge)
-                    elif met.setdefault(id_, edge) is not edge:
-                        pairing.reused.setdefault(id_, edge)
-            elif block.kind is Kind.SERVER_TOOL_CALL:
-                run.server_calls[block.call_id] = block
-            elif block.kind is Kind.SERVER_TOOL_RESULT:
-                _answer_server_call(block, run, pairing)
-        elif block.kind is Kind.TOOL_RESULT:
+            if kind is _TOOL_CALL:
+                _call(block, run, pairing, met)
+            elif kind is not _TEXT:
+                _look_at_server(block, run, pairing)
+        elif kind is _TOOL_RESULT:
             run.at_assistant = False
             stray = run.answer(block)
             if stray is not None:
@@ -314,32 +327,51 @@ def pair(sequence: MessageSequence) -> Pairing:
     return pairing
 
 
+def _call(call: Block, run: "_Run", pairing: Pairing, met: dict[str, Edge]) -> None:
+    edge = Edge(call)
+    run.edges.append(edge)
+    pairing.edges.append(edge)
+    id_ = call.call_id
+    if id_ is None:
+        return
+    if id_ in run.by_id:
+        run.by_id[id_].append(edge)
+        pairing.repeated.append(edge)
+        return
+    run.by_id[id_] = [edge]
+    if met.setdefault(id_, edge) is not edge:
+        pairing.reused.setdefault(id_, edge)
+
+
+def _look_at_server(block: Block, run: "_Run", pairing: Pairing) -> None:
+    if block.kind is Kind.SERVER_TOOL_CALL:
+        run.server_calls[block.call_id] = block
+    elif block.kind is Kind.SERVER_TOOL_RESULT:
+        _answer_server_call(block, run, pairing)
+
+
 def _answer_server_call(result: Block, run: "_Run", pairing: Pairing) -> None:
     """A server's result stands in the turn of its call, or, after a mixed turn, in a later one."""
     if run.server_calls.pop(result.call_id, None) is None:
         pairing.server_calls = [call for call in pairing.server_calls if call.call_id != result.call_id]
 
 
-@dataclass(slots=True)
 class _Run:
-    """An assistant turn's calls, and the row of results behind it for as long as nothing else came between."""
+    """An assistant turn's calls, and the row of results behind it for as long as nothing else came between.
 
-    at_assistant: bool = False
-    turn: int = -1
-    unbroken: bool = True
-    edges: list[Edge] = field(default_factory=list)
-    by_id: dict[str, list[Edge]] = field(default_factory=dict)
-    results: dict[str, int] = field(default_factory=dict)
-    """How many have been placed, by id."""
-    server_calls: dict[str | None, Block] = field(default_factory=dict)
-    """Those of this turn that have no result yet."""
+    `results` counts those that have been placed, by id; `server_calls` are those of this turn without a result yet.
+    """
 
-    def open(self, call: Block) -> Edge:
-        edge = Edge(call)
-        self.edges.append(edge)
-        if call.call_id is not None:
-            self.by_id.setdefault(call.call_id, []).append(edge)
-        return edge
+    __slots__ = ("at_assistant", "by_id", "edges", "results", "server_calls", "turn", "unbroken")
+
+    def __init__(self) -> None:
+        self.at_assistant = False
+        self.turn = -1
+        self.unbroken = True
+        self.edges: list[Edge] = []
+        self.by_id: dict[str, list[Edge]] = {}
+        self.results: dict[str, int] = {}
+        self.server_calls: dict[str | None, Block] = {}
 
     def answer(self, result: Block) -> Stray | None:
         """Take one result; say why not where it answers nothing here."""

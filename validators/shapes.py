@@ -134,10 +134,13 @@ def part_unsupported(sequence: MessageSequence, profile: Profile) -> Iterator[Fa
 _NOT_PARTS: Final = frozenset({Kind.TOOL_CALL, Kind.TOOL_RESULT, Kind.THINKING})
 
 
+_AUDIO: Final = Kind.AUDIO
+
+
 def audio_of_model(sequence: MessageSequence, _: Profile) -> Iterator[Fault]:
     """Audio, which some models do not take. Only models that are known not to are asked about."""
     for block in sequence.blocks:
-        if block.kind is Kind.AUDIO:
+        if block.kind is _AUDIO:
             yield block.at, "this model takes no audio.", "Send the audio to a model that takes it."
 
 

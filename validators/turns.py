@@ -27,6 +27,8 @@ def role_unsupported(sequence: MessageSequence, profile: Profile) -> Iterator[Fa
 
 def role_of_model(sequence: MessageSequence, _: Profile) -> Iterator[Fault]:
     """The developer's role, which some models do not take. Only models that are known not to are asked about."""
+    if Role.DEVELOPER not in sequence.turns:
+        return
     for turn, role in enumerate(sequence.turns):
         if role is Role.DEVELOPER:
             yield (
@@ -254,7 +256,7 @@ def reasoning_not_first(sequence: MessageSequence, _: Profile) -> Iterator[Fault
             results.add(block.turn)
         elif block.role is Role.ASSISTANT:
             last = block  # ends as the first block of the earliest assistant message of the loop
-            if block.kind in _THINKING and _is_first(sequence, block):
+            if block.kind in _THINKING and block.field == "/content" and block.index == 0:
                 return
         elif block.kind is not Kind.TOOL_RESULT:
             break
@@ -265,10 +267,6 @@ def reasoning_not_first(sequence: MessageSequence, _: Profile) -> Iterator[Fault
         "with thinking enabled, the assistant turn of a tool loop must begin with its thinking.",
         "Send the turn as the provider gave it: the thinking block first, unchanged.",
     )
-
-
-def _is_first(sequence: MessageSequence, block: Block) -> bool:
-    return block.at.endswith("/content/0")
 
 
 def _calls_nothing(sequence: MessageSequence) -> bool:
