@@ -82,6 +82,7 @@ class Connection(asyncio.Protocol):
         "_listener",
         "_loop",
         "_parser",
+        "_pending",
         "_progressed",
         "_reading_paused",
         "_rest_of_body",
@@ -106,6 +107,7 @@ class Connection(asyncio.Protocol):
         self._reading_paused = False
         self._discarding = False
         self._tunnel: Tunnel | None = None
+        self._pending = b""  # the answer's head, until the first of its body or the loop's next turn
         self._ahead: bytes | None = None  # what came behind a request to upgrade; None where there was none
         self._arrived: asyncio.Future[None] | None = None
         self._resumed: asyncio.Future[None] | None = None
@@ -139,6 +141,7 @@ class Connection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - a fault of ours ends this connection, never the process
             self._listener.failed("connection", error)
         finally:
+            self.flush()
             if self.transport is not None:
                 self.transport.close()
 
@@ -161,13 +164,13 @@ class Connection(asyncio.Protocol):
             self._read_on()
 
     def _refuse(self, refusal: Refusal) -> None:
-        if self.transport is not None:
-            body = refusal.text.encode()
-            headers = [("content-type", "text/plain; charset=utf-8")]
-            self.transport.write(own_head(refusal.status, headers, len(body), close=True) + body)
+        body = refusal.text.encode()
+        headers = [("content-type", "text/plain; charset=utf-8")]
+        self.write(own_head(refusal.status, headers, len(body), close=True) + body)
 
     async def _linger(self) -> None:
         """The answer is out, the app may still be sending: take that, so that it can read the answer."""
+        self.flush()
         transport = self.transport
         if transport is None or transport.is_closing():
             return
@@ -222,6 +225,29 @@ class Connection(asyncio.Protocol):
         self.writing_paused = False
         if self._resumed is not None and not self._resumed.done():
             self._resumed.set_result(None)
+
+    def write(self, data: bytes) -> None:
+        """Write at once, behind a head that waits."""
+        transport = self.transport
+        if transport is None:
+            return
+        if self._pending:
+            head, self._pending = self._pending, b""
+            transport.writelines((head, data))
+        else:
+            transport.write(data)
+
+    def write_soon(self, head: bytes) -> None:
+        """Write an answer's head together with what follows it in this turn of the loop, or at its end. A small answer
+        then costs one system call, which on loopback is the dearest thing that happens to it."""
+        self.flush()
+        self._pending = head
+        self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        head, self._pending = self._pending, b""
+        if head and self.transport is not None:
+            self.transport.write(head)
 
     async def writable(self) -> None:
         """Wait until the app has taken enough of what was written, or left."""
@@ -477,17 +503,17 @@ class App:
     def inform(self, head: bytes) -> None:
         """Write a 1xx answer, which HTTP/1.0 does not know."""
         if self.takes_chunks:
-            self._write(head)
+            self._connection.write(head)
 
     def start(self, head: bytes, framing: Framing) -> None:
         """Write an answer's head; `framing` tells how its body's end will be told."""
         self._framing = framing
-        self._write(head)
+        self._connection.write_soon(head)
 
     def send(self, data: bytes) -> None:
         """Write entity bytes, as one piece."""
         self.written_bytes += len(data)
-        self._write(chunk(data) if self._framing is Framing.CHUNKED else data)
+        self._connection.write(chunk(data) if self._framing is Framing.CHUNKED else data)
         if self.told is not None:
             self.told(data)
 
@@ -495,10 +521,11 @@ class App:
         """The answer is whole."""
         self.ended = True
         if self._framing is Framing.CHUNKED:
-            self._write(LAST_CHUNK)
+            self._connection.write(LAST_CHUNK)
 
     def cut(self) -> None:
         """Close so that no reader can take what it has for the whole answer."""
+        self._connection.flush()
         transport = self._connection.transport
         if transport is None:
             return
@@ -524,11 +551,6 @@ class App:
     def tunnel(self) -> "Tunnel":
         """From here on the app's bytes belong to the protocol it asked for."""
         return self._connection.open_tunnel()
-
-    def _write(self, data: bytes) -> None:
-        transport = self._connection.transport
-        if transport is not None:
-            transport.write(data)
 
 
 class Tunnel:

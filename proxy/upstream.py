@@ -26,6 +26,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Literal, Self, cast
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -85,8 +86,7 @@ class Broken(Exception):
         self.before_head = before_head
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True, dict=True):
     """Where a connection leads, and the key of the pool."""
 
     scheme: str
@@ -117,7 +117,7 @@ class Origin:
             raise ValueError(f"{url!r}: write a host name or address after {parts.scheme}://")
         return cls(parts.scheme, host, _port(url, parts.scheme)), parts.path.rstrip("/")
 
-    @property
+    @cached_property
     def host_header(self) -> bytes:
         """Value of the Host header: default ports left out, IPv6 in brackets."""
         authority = self.authority
@@ -125,7 +125,7 @@ class Origin:
             authority = authority.rpartition(":")[0]
         return authority.encode("ascii")
 
-    @property
+    @cached_property
     def authority(self) -> str:
         """Host and port, IPv6 in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -208,16 +208,36 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     status: int
     reason: bytes
     headers: tuple[tuple[bytes, bytes], ...]
+    names: tuple[bytes, ...]
+    """The headers' names in lower case: asked for many times, so folded once."""
     http_1_0: bool
     content_length: int | None
     chunked: bool
 
+    @classmethod
+    def read(
+        cls, status: int, reason: bytes, headers: Iterable[tuple[bytes, bytes]], *, http_1_0: bool = False
+    ) -> Self:
+        """Content-Length and whether the last transfer coding is chunked are read as llhttp reads them."""
+        headers = tuple(headers)
+        names = tuple([name.lower() for name, _ in headers])
+        content_length, chunked = None, False
+        if b"content-length" in names:
+            content_length = int(
+                headers[names.index(b"content-length")][1]
+            )  # llhttp let only digits pass, once
+        if b"transfer-encoding" in names:
+            codings = [
+                value for name, (_, value) in zip(names, headers, strict=True) if name == b"transfer-encoding"
+            ]
+            chunked = codings[-1].rpartition(b",")[2].strip(b" \t").lower() == b"chunked"
+        return cls(status, reason, headers, names, http_1_0, content_length, chunked)
+
     def get(self, lower_name: bytes) -> bytes | None:
         """First value of a header, without blanks around it."""
-        for name, value in self.headers:
-            if name.lower() == lower_name:
-                return value.rstrip(b" \t")
-        return None
+        if lower_name not in self.names:
+            return None
+        return self.headers[self.names.index(lower_name)][1].rstrip(b" \t")
 
 
 Sink = Callable[[bytes], bool]
@@ -240,6 +260,7 @@ class Link(asyncio.Protocol):
         "_head",
         "_head_request",
         "_headers",
+        "_idle",
         "_informed",
         "_keep_alive",
         "_loop",
@@ -281,6 +302,7 @@ class Link(asyncio.Protocol):
             None  # how the connection ended for this exchange, also after a whole answer
         )
         self._cause: Exception | None = None
+        self._idle: _Idle | None = None  # what owned the connection before and will again
         self._extra = False  # bytes that belong to no answer: never reused
         self._raw = False  # after a 101
         self._informed: Callable[[Head], None] | None = None
@@ -490,6 +512,7 @@ class Link(asyncio.Protocol):
         """Take over a kept-alive transport from the pool."""
         self.reused = True
         self.opened_s = idle.opened_s
+        self._idle = idle
         self._transport = idle.transport
         idle.transport.set_protocol(self)
 
@@ -602,13 +625,12 @@ class Link(asyncio.Protocol):
         elif status < 200:
             self.informational += 1
             if self._informed is not None:
-                self._informed(Head(status, self._reason, tuple(self._headers), False, None, False))
+                self._informed(Head.read(status, self._reason, self._headers))
             return
         self._informed = None
-        content_length, chunked = _framing(self._headers)
-        http_1_0 = parser.get_http_version() == "1.0"
-        headers = tuple(self._headers)
-        self._head = Head(status, self._reason, headers, http_1_0, content_length, chunked)
+        self._head = Head.read(
+            status, self._reason, self._headers, http_1_0=parser.get_http_version() == "1.0"
+        )
         if self._head_request:
             self._complete(parser)
 
@@ -625,18 +647,6 @@ class Link(asyncio.Protocol):
     def _complete(self, parser: httptools.HttpResponseParser) -> None:
         self._done = True
         self._keep_alive = parser.should_keep_alive()
-
-
-def _framing(headers: list[tuple[bytes, bytes]]) -> tuple[int | None, bool]:
-    """Content-Length and whether the last transfer coding is chunked, read as llhttp reads them."""
-    content_length, chunked = None, False
-    for name, value in headers:
-        size = len(name)  # cheaper than folding the case of every name
-        if size == 14 and name.lower() == b"content-length":
-            content_length = int(value)  # llhttp let only digits pass
-        elif size == 17 and name.lower() == b"transfer-encoding":
-            chunked = value.rpartition(b",")[2].strip(b" \t").lower() == b"chunked"
-    return content_length, chunked
 
 
 class Pool:
@@ -752,8 +762,9 @@ class Pool:
         return self.monotonic() - opened_s >= CONNECTION_AGE_MAX_S
 
     def _park(self, link: Link, transport: asyncio.Transport) -> None:
-        loop = asyncio.get_running_loop()
-        idle = _Idle(link, transport, loop.time())
+        loop = link._loop
+        idle = link._idle or _Idle(link, transport)
+        idle.since_s = loop.time()
         transport.set_protocol(idle)
         self._open.discard(link)
         self._open.add(idle)
@@ -790,12 +801,12 @@ class _Idle(asyncio.Protocol):
 
     __slots__ = ("_poll", "_pool", "opened_s", "origin", "since_s", "transport")
 
-    def __init__(self, link: Link, transport: asyncio.Transport, since_s: float) -> None:
+    def __init__(self, link: Link, transport: asyncio.Transport) -> None:
         self._pool = link._pool
         self.origin = link.origin
         self.opened_s = link.opened_s
         self.transport = transport
-        self.since_s = since_s  # the loop's clock
+        self.since_s = 0.0  # the loop's clock
         self._poll = select.poll()
         self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 

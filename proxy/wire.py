@@ -28,6 +28,7 @@ _HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
+_REWRITTEN: Final = frozenset({b"host", b"accept-encoding", b"expect"})
 
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
@@ -47,6 +48,8 @@ class RequestHead(msgspec.Struct, frozen=True):
     method: str
     target: str
     headers: Headers
+    names: tuple[bytes, ...]
+    """The headers' names in lower case: asked for many times, so folded once."""
     framing: Framing
     expects_continue: bool
     upgrades: bool
@@ -54,21 +57,25 @@ class RequestHead(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, method: str, target: str, headers: Headers) -> "RequestHead":
+        names = tuple([name.lower() for name, _ in headers])
         framing, expects_continue, upgrades = Framing.NONE, False, False
-        for name, value in headers:
-            match name.lower():
-                case b"transfer-encoding":
-                    framing = Framing.CHUNKED
-                case b"content-length" if framing is Framing.NONE and value.strip() != b"0":
-                    framing = Framing.LENGTH
-                case b"expect":
-                    expects_continue = value.strip().lower() == b"100-continue"
-                case b"connection":
-                    upgrades = upgrades or b"upgrade" in value.lower()
-        return cls(method, target, headers, framing, expects_continue, upgrades)
+        if b"transfer-encoding" in names:
+            framing = Framing.CHUNKED
+        elif b"content-length" in names and _values(headers, names, b"content-length") != [b"0"]:
+            framing = Framing.LENGTH
+        if b"expect" in names:
+            expects_continue = _values(headers, names, b"expect")[-1].lower() == b"100-continue"
+        if b"connection" in names:
+            upgrades = b"upgrade" in b",".join(_values(headers, names, b"connection")).lower()
+        return cls(method, target, headers, names, framing, expects_continue, upgrades)
 
     def has(self, lower_name: bytes) -> bool:
-        return any(name.lower() == lower_name for name, _ in self.headers)
+        return lower_name in self.names
+
+
+def _values(headers: Headers, names: Sequence[bytes], lower_name: bytes) -> list[bytes]:
+    """A header's values, without blanks around them."""
+    return [value.strip() for name, (_, value) in zip(names, headers, strict=True) if name == lower_name]
 
 
 def request_bytes(
@@ -80,28 +87,32 @@ def request_bytes(
     provider says so; without it Expect is left out, for the body is here.
     """
     lines = [b"%s %s HTTP/1.1\r\n" % (head.method.encode(), target.encode("latin-1"))]
-    dropped = _dropped(head.headers)
-    host_line = b"Host: %s\r\n" % host
-    if not head.has(b"host"):
-        lines.append(host_line)
-    for name, value in head.headers:
-        lower = name.lower()
-        if lower == b"host":
-            lines.append(b"%s: %s\r\n" % (name, host))
-        elif lower == b"transfer-encoding" and head.framing is Framing.CHUNKED:
-            # Codings before the chunks (`gzip, chunked`) are not undone here: they stay named.
-            lines.append(b"%s: %s\r\n" % (name, value))
-        elif lower == b"accept-encoding" and identity:
-            lines.append(b"%s: identity\r\n" % name)
-        elif lower == b"expect":
-            if expect:
-                lines.append(b"%s: %s\r\n" % (name, value))
-        elif lower not in dropped or (head.upgrades and lower == b"upgrade"):
-            lines.append(b"%s: %s\r\n" % (name, value))
+    dropped = _dropped(head.headers, head.names)
+    if b"host" not in head.names:
+        lines.append(b"Host: %s\r\n" % host)
+    for lower, header in zip(head.names, head.headers, strict=True):
+        if lower in _REWRITTEN:
+            if lower == b"host":
+                header = (header[0], host)
+            elif lower == b"accept-encoding" and identity:
+                header = (header[0], b"identity")
+            elif (lower == b"expect" and not expect) or lower in dropped:
+                continue
+        elif lower in dropped and not _stays(lower, head):
+            continue
+        lines.append(b"%s: %s\r\n" % header)
     if head.upgrades:
         lines.append(b"Connection: Upgrade\r\n")
     lines.append(b"\r\n")
     return b"".join(lines)
+
+
+def _stays(lower: bytes, head: RequestHead) -> bool:
+    """Whether a header of this hop is the next one's too. Codings before the chunks (`gzip, chunked`) are not undone
+    here: they stay named."""
+    if lower == b"transfer-encoding":
+        return head.framing is Framing.CHUNKED
+    return lower == b"upgrade" and head.upgrades
 
 
 def answer_bytes(head: Head, framing: Framing, *, close: bool, extra: Headers = ()) -> bytes:
@@ -110,22 +121,21 @@ def answer_bytes(head: Head, framing: Framing, *, close: bool, extra: Headers = 
     Where the gate may withhold bytes, a length becomes chunks in its place.
     """
     lines = [b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)]
-    dropped = _dropped(head.headers)
+    dropped = _dropped(head.headers, head.names)
     framed = False
-    for name, value in head.headers:
-        lower = name.lower()
+    for lower, header in zip(head.names, head.headers, strict=True):
         if lower == b"transfer-encoding":
             if framing is Framing.CHUNKED or (framing is Framing.CLOSE and not head.chunked):
-                lines.append(b"%s: %s\r\n" % (name, value))
+                lines.append(b"%s: %s\r\n" % header)
                 framed = True
         elif lower == b"content-length":
             if framing is not Framing.CHUNKED:
-                lines.append(b"%s: %s\r\n" % (name, value))
+                lines.append(b"%s: %s\r\n" % header)
             elif not framed:
                 lines.append(b"Transfer-Encoding: chunked\r\n")
                 framed = True
         elif lower not in dropped:
-            lines.append(b"%s: %s\r\n" % (name, value))
+            lines.append(b"%s: %s\r\n" % header)
     if framing is Framing.CHUNKED and not framed:
         lines.append(b"Transfer-Encoding: chunked\r\n")
     lines += [b"%s: %s\r\n" % header for header in extra]
@@ -152,10 +162,9 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def _dropped(headers: Headers) -> frozenset[bytes]:
+def _dropped(headers: Headers, names: Sequence[bytes]) -> frozenset[bytes]:
     """Lower-case names that end at this hop: the standard ones and those that Connection names."""
-    named = [value for name, value in headers if name.lower() == b"connection"]
-    if not named:
+    if b"connection" not in names:
         return _HOP_BY_HOP
-    tokens = b",".join(named).lower().split(b",")
+    tokens = b",".join(_values(headers, names, b"connection")).lower().split(b",")
     return _HOP_BY_HOP | {token.strip() for token in tokens}

@@ -136,7 +136,7 @@ class Scanner:
             self._read_event(self._tail, half=True)
         if not clean:
             self._break_off()
-        return next(self._faults(), "")
+        return next(self._faults(), "") if self._calls else ""
 
     def _faults(self) -> Iterator[str]:
         times = Counter((call.choice, call.id) for call in self._calls)
@@ -226,6 +226,8 @@ class Scanner:
 
     def _read_whole(self, body: bytes) -> None:
         """Take a JSON answer. One that does not parse is run by nobody."""
+        if self._opening not in body and b"\\u" not in body:  # which could spell it
+            return
         try:
             said = json.loads(body)
         except (ValueError, RecursionError):

@@ -451,6 +451,7 @@ async def test_a_head_keeps_names_order_duplicates_and_values(wire: Wire) -> Non
             (b"X-RAW", b"\xff: ,\tx  "),
             (b"Content-Length", b"0"),
         ),
+        names=(b"set-cookie", b"x-empty", b"set-cookie", b"x-raw", b"content-length"),
         http_1_0=False,
         content_length=0,
         chunked=False,
