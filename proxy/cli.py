@@ -1,6 +1,5 @@
 """The command line: one function a command. Errors say what is wrong and what to do; exit codes are for scripts."""
 
-import getpass
 import sys
 import time
 from enum import StrEnum
@@ -13,7 +12,16 @@ from rich.console import Console
 
 import turngate
 from turngate.adapters import registry
-from turngate.proxy import cli_check, cli_replay, cli_rules, config, control, server
+from turngate.proxy import (
+    cli_check,
+    cli_replay,
+    cli_rollout,
+    cli_rules,
+    cli_torture,
+    cli_unknown,
+    config,
+    server,
+)
 from turngate.proxy.config import Settings, SettingsError
 from turngate.proxy.replay import STRICTEST
 from turngate.proxy.rollout import Stage
@@ -204,6 +212,9 @@ def replay_command(
         _fail(f"cannot read {error.filename}: {error.strerror or error}", EX_USAGE)
 
 
+app.command("torture")(cli_torture.command)
+
+
 @app.command("rules")
 def rules_command(
     api: Annotated[Api | None, typer.Option(help="Only this dialect.")] = None,
@@ -346,49 +357,8 @@ def explain(
         cli_explain.print_story(story, out)
 
 
-rollout_app = typer.Typer(no_args_is_help=True, help="Stages of a running proxy.")
-app.add_typer(rollout_app, name="rollout")
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="The proxy's data_dir.")]
-
-
-@rollout_app.command("show")
-def rollout_show(data_dir: DataDir = None) -> None:
-    """Say which stages the settings name, and whether an order stands above them."""
-    settings = _settings(None, data_dir=data_dir)
-    order = control.read(_ledger(settings))
-    out.print(
-        f"settings  {settings.stage}" + "".join(f"\n  scope {s.match} {s.stage}" for s in settings.scopes)
-    )
-    if order is None or order.stage is None:
-        out.print("order     none: the settings are in force")
-    else:
-        out.print(
-            f"order     {order.stage} for everything, by {order.who}: {order.why or '(no reason given)'}"
-        )
-
-
-@rollout_app.command("set")
-def rollout_set(
-    stage: Annotated[
-        str,
-        typer.Argument(help="off, observe, enforce-text, enforce-tools; settings: end the order."),
-    ],
-    data_dir: DataDir = None,
-    why: Annotated[str, typer.Option(help="Kept with the change.")] = "",
-) -> None:
-    """Put a stage in force for everything, within a fifth of a second; open streams go on as they began."""
-    if stage not in (*Stage, "settings"):
-        _fail(f"{stage}: choose one of {', '.join(Stage)}, or settings", EX_USAGE)
-    ledger = _ledger(_settings(None, data_dir=data_dir))
-    control.give(ledger, None if stage == "settings" else Stage(stage), who=getpass.getuser(), why=why)
-    out.print(f"{stage} is in force for {ledger.parent}")
-
-
-def _ledger(settings: Settings) -> Path:
-    path = settings.data_dir / "ledger.sqlite3"
-    if not path.exists():
-        _fail(f"no proxy has run with data_dir {settings.data_dir}; name its folder with --data-dir", 1)
-    return path
+app.add_typer(cli_rollout.app, name="rollout")
+app.add_typer(cli_unknown.app, name="unknown")
 
 
 @app.command()

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from turngate.proxy.rollout import Action, Stage
 from turngate.telemetry import events
@@ -19,8 +20,7 @@ ACTION_WORDS: Final[dict[Action, Literal["rejected", "would_reject", "reported"]
 }
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """Facts of one exchange as they become known; `ended` turns them into its last event. Durations in seconds."""
 
     emit: Callable[[AnyEvent], None]

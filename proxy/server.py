@@ -19,11 +19,12 @@ from turngate.proxy import wire
 from turngate.proxy.access import accesses
 from turngate.proxy.app_side import App, Listener
 from turngate.proxy.config import Address, Settings, SettingsError
-from turngate.proxy.control import Order, Watcher
+from turngate.proxy.control import Watcher
 from turngate.proxy.exchange import Exchange, Services
 from turngate.proxy.judging import Judge
 from turngate.proxy.keys import load_or_create_key
 from turngate.proxy.ledger_sqlite import Ledger, LedgerDown
+from turngate.proxy.rollout import Order
 from turngate.proxy.routes import Routes
 from turngate.proxy.supervisor import ObserverSettings, Supervisor
 from turngate.proxy.upstream import Origin, Pool

@@ -45,8 +45,8 @@ def shown_model(model: str) -> str:
 Witness = Literal["partial_tool_dispatch", "byte_mismatch"]
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False):
-    """What all events share."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", gc=False, omit_defaults=True):
+    """What all events share. A line leaves out the fields that say their default: a quarter of its bytes."""
 
     at_s: float
 
@@ -87,12 +87,20 @@ class ObserverStarted(Event, frozen=True, tag="observer_started"):
 
 
 class StageOrdered(Event, frozen=True, tag="stage_ordered"):
-    """An operator put a stage in force for everything; `stage` empty: as the settings say again."""
+    """Somebody put a stage in force for a scope (`all`: for everything); `stage` empty: as the settings say again.
+
+    `percent` of the scope's conversations get it, the others `rest`, or, where that is empty, what the next scope says.
+    """
 
     instance: str
     stage: str
     who: str
     why: str
+    scope: str = "all"
+    percent: int = 100
+    rest: str = ""
+    evidence: str = ""
+    """By what it was decided, in one sentence; empty where nobody asked for any."""
 
 
 class ExchangeEnded(Event, frozen=True, tag="exchange_ended"):

@@ -15,7 +15,7 @@ import msgspec
 
 from turngate.telemetry.events import EVENT_TYPES, Event
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """Raised with every change of a table or view. 1: files without `meta`."""
 
 Columns = tuple[tuple[str, str], ...]
@@ -145,8 +145,12 @@ OWN_COMMENTS: Final[Mapping[tuple[str, str], str]] = {
         "observer_started": {"restart": "0 for the first of this proxy process, then one more each time."},
         "stage_ordered": {
             "stage": "The stage ordered; empty: as the settings say again.",
-            "who": "The operator's user name.",
+            "who": "The operator's name; turngate for an automatic rollback.",
             "why": "The reason the operator gave.",
+            "scope": "What it covers: UPSTREAM[/MODEL][,HEADER=VALUE]; all: everything, whatever the settings say.",
+            "percent": "Of the scope's conversations.",
+            "rest": "The stage of the others; empty: as the next scope says.",
+            "evidence": "By what it was decided, in one sentence; empty where nobody asked for any.",
         },
         "exchange_ended": {
             "stream": "Whether the app asked for a streamed answer.",
