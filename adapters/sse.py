@@ -76,6 +76,10 @@ def is_idle(frame: bytes) -> bool:
     return all(line.startswith(b":") for line in _LINE_END.split(frame.removeprefix(BOM)) if line)
 
 
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+"""A comment between two events: every SDK skips it (openai-chat.md DEV-15, anthropic-messages.md D)."""
+
+
 def event(data: bytes, name: bytes = b"") -> bytes:
     """One frame."""
     return b"event: %s\ndata: %s\n\n" % (name, data) if name else b"data: %s\n\n" % data

@@ -517,6 +517,10 @@ class App:
         if self.told is not None:
             self.told(data)
 
+    def send_aside(self, data: bytes) -> None:
+        """Write what is no part of the answer. Only where its length was not told."""
+        self._connection.write(chunk(data) if self._framing is Framing.CHUNKED else data)
+
     def end(self) -> None:
         """The answer is whole."""
         self.ended = True

@@ -162,6 +162,8 @@ class Limits(_Section):
     """A request body, or a whole JSON answer, larger than this is passed on unjudged."""
     hold_bytes: int = Field(default=32 * 2**20, ge=1024)
     """What one answer's gate may hold before it gives the turn up (`limit.hold`)."""
+    hold_all_bytes: int = Field(default=256 * 2**20, ge=1024)
+    """What all answers together may hold; the one that would go beyond it is given up."""
 
 
 class Timeouts(_Section):
@@ -172,6 +174,8 @@ class Timeouts(_Section):
     first_byte_s: float = Field(default=660.0, gt=0)
     idle_s: float = Field(default=660.0, gt=0)
     """Silence within an answer; time in which the app itself does not read does not count."""
+    keep_alive_s: float = Field(default=15.0, gt=0)
+    """How often a comment tells the app's reader, while calls are held, that the stream is alive."""
 
 
 class LedgerSettings(_Section):

@@ -21,6 +21,7 @@ from turngate.proxy.app_side import App, AppGone
 from turngate.proxy.config import Settings
 from turngate.proxy.judging import Judge, Judged
 from turngate.proxy.ledger_sqlite import ClaimConflict, Ledger, LedgerDown
+from turngate.proxy.owners import owner_of
 from turngate.proxy.record import Record, traceparent_of
 from turngate.proxy.reply import ENDED_WELL, Kept, Reply, class_of
 from turngate.proxy.rollout import Action, Ladder, Stage, decide, enforced
@@ -28,9 +29,12 @@ from turngate.proxy.routes import NoRoute, Route, Routes
 from turngate.proxy.upstream import Broken, Head, Link, Pool, Unreachable
 from turngate.proxy.wire import Framing
 from turngate.telemetry.events import AnyEvent, shown_model
-from turngate.validators.graph import MessageSequence
-from turngate.validators.ledger import OPEN, Dispatch, End, State
+from turngate.validators.gate import HoldBudget
+from turngate.validators.graph import Kind, MessageSequence
+from turngate.validators.ledger import OPEN, Dispatch, End, State, may_release
+from turngate.validators.previews import Marks
 from turngate.validators.rules import Judgement, Reason, Verdict
+from turngate.validators.schemas import Declared, Schemas
 from turngate.validators.stream import Ending, Finish, Turn, TurnVerdict
 
 ENDS: Final[dict[Finish, End]] = {Finish.TRUNCATED: "truncated", Finish.FILTERED: "filtered"}
@@ -52,6 +56,9 @@ class Services:
     judge: Judge
     digest_key: bytes
     instance: str
+    holds: HoldBudget
+    schemas: Schemas
+    marks: Marks
 
     def keyed(self, digest: bytes) -> str:
         """What files hold of a sha256: without the key a short text cannot be guessed from it."""
@@ -67,6 +74,7 @@ class Exchange:
         "digest",
         "dispatch",
         "link",
+        "owner",
         "record",
         "reply",
         "route",
@@ -84,10 +92,11 @@ class Exchange:
         self.link: Link | None = None
         self.sequence: MessageSequence | None = None
         self.digest = b""
+        self.owner = ""
         self._connecting: asyncio.Task[object] | None = None
         self.dispatch: Dispatch | None = None
         settings = services.settings
-        self.reply = Reply(app, self.record, settings.limits, settings.timeouts)
+        self.reply = Reply(app, self.record, settings.limits, settings.timeouts, services.holds)
 
     async def run(self) -> bool:
         """Carry the exchange through; True where the app's connection may carry another one."""
@@ -186,6 +195,7 @@ class Exchange:
         else:
             self._judge(route, dialect, body)
             if self.record.stage is not Stage.OFF:
+                self._look_back(dialect, body)
                 self.dispatch = self._prepared(route, State.SENT)
                 self.services.ledger.record(self.dispatch)
         await self._receive(link)
@@ -231,7 +241,10 @@ class Exchange:
                 context_of(self.app.head.headers),
             )
             record.judge_s = services.monotonic() - began
-            return self._judged(route, judged)
+            judgement = self._judged(route, judged)
+            if self.reply.enforced or record.stage is not Stage.OFF:
+                self._expect(dialect, body, judged.sequence)
+            return judgement
         except Undecodable as error:
             record.unjudged(error.reason)
         except Exception as error:  # noqa: BLE001 - a rule that fails must not stop the request it looks at
@@ -256,6 +269,31 @@ class Exchange:
         record.request_class = request_class.value
         record.findings(judgement.findings, decide(record.stage, request_class, judgement.verdict))
         return judgement
+
+    def _expect(self, dialect: Dialect, body: bytes, sequence: MessageSequence) -> None:
+        """What the answer's calls may be, and whether what was held of them may go."""
+        if sequence.setting.tools is not None:
+            self.reply.declared = Declared(
+                lambda: dialect.declared_tools(body),
+                self.services.schemas,
+                enforced=self.record.stage is Stage.ENFORCE_SCHEMA,
+                used_ids=lambda: _call_ids(sequence),
+            )
+        if self.reply.enforced:
+            self.reply.commit = self._commit
+
+    def _look_back(self, dialect: Dialect, body: bytes) -> None:
+        """Does the request bring back what was retracted? Slow, so it is behind the sending, and rare."""
+        services, record = self.services, self.record
+        head = self.app.head
+        self.owner = owner_of(head.headers, head.names, services.digest_key)
+        if self.owner not in services.marks:
+            return
+        try:
+            for hit in services.marks.find(self.owner, dialect.said(body)):
+                record.leaked(hit)
+        except Exception as error:  # noqa: BLE001 - counted; the request has been sent
+            record.failed("previews", error)
 
     def _refuse(self, route: Route, dialect: Dialect, judgement: Judgement) -> None:
         finding = judgement.findings[0]
@@ -294,6 +332,9 @@ class Exchange:
         link.expect_answer(informed=self.reply.inform)
         link.writelines([self._head_for(link, route), self._piece(body), self._last_piece()])
         self._move(State.SENT)
+        if route.dialect is not None:
+            await asyncio.sleep(0)  # the transport writes at the end of the loop's turn
+            self._look_back(route.dialect, body)
         await self._receive(link)
 
     async def _claim_and_connect(self, route: Route) -> Link | None:
@@ -444,6 +485,24 @@ class Exchange:
             self._move(State.STREAMING)
             await (self.reply.tunnel(link, head) if head.status == 101 else self.reply.receive(link, head))
 
+    async def _commit(self, verdict: TurnVerdict) -> bool:
+        """Make this the turn of its revision, on disk; False where it may not be. A ledger that is down lets it pass."""
+        dispatch = self.dispatch
+        if dispatch is None or dispatch.state not in OPEN:
+            return True
+        assembler = self.reply.assembler
+        try:
+            self.dispatch = await self.services.ledger.commit(
+                dispatch,
+                handle=assembler.handle if assembler is not None else "",
+                answered_model=assembler.model if assembler is not None else "",
+                end=ENDS.get(verdict.finish or Finish.COMPLETE, "complete"),
+            )
+        except LedgerDown as error:
+            self.record.failed("ledger.commit", error)
+            return True
+        return may_release(self.dispatch)
+
     # 10. Record
 
     def _move(self, to: State, *, how: str = "", end: End = "", canonical: bool = False) -> None:
@@ -468,14 +527,31 @@ class Exchange:
             record.retracted(verdict, self.app.written_bytes)
         if verdict is not None and self.reply.assembler is not None:
             record.calls(verdict, len(self.reply.assembler.calls))
+            for reason in self.reply.assembler.anomalies:
+                record.anomaly(reason)
         for witness, detail in self.reply.witnessed():
             record.witnessed(witness, detail)
         self._settle(verdict)
+        if verdict is not None and not self.app.gone:
+            self._remember(verdict)
         assembler = self.reply.assembler
         finish = verdict.finish.value if verdict is not None and verdict.finish is not None else ""
         record.ended(
             self.sequence, self.app.written_bytes, assembler.model if assembler is not None else "", finish
         )
+
+    def _remember(self, verdict: TurnVerdict) -> None:
+        """Keep what of a retracted turn may come back as history; take off what this turn says in its own right."""
+        marks, calls = self.services.marks, self.reply.withheld_calls
+        preview = self.reply.preview
+        if verdict.turn in (Turn.RETRACTED, Turn.UNKNOWN):
+            cause = verdict.reason or Reason.INTERNAL
+            marks.add(
+                self.owner, self.record.operation, cause, preview, [(call.id, call.name) for call in calls]
+            )
+        elif verdict.turn is Turn.COMMITTED and self.owner in marks:
+            text = preview.text() if preview is not None else ""
+            marks.committed(self.owner, text, [call.id for call in verdict.calls])
 
     def _settle(self, verdict: TurnVerdict | None) -> None:
         """The dispatch's last move in this exchange."""
@@ -495,6 +571,10 @@ class Exchange:
             self._move(State.REFUSED, how="error_event")
         else:
             self._move(State.UNKNOWN, how=(verdict.reason if verdict else None) or record.error_type)
+
+
+def _call_ids(sequence: MessageSequence) -> set[str]:
+    return {block.call_id for block in sequence.blocks if block.kind is Kind.TOOL_CALL and block.call_id}
 
 
 async def _cancelled(task: asyncio.Task[Head] | asyncio.Task[None]) -> None:

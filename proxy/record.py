@@ -10,6 +10,7 @@ from turngate.proxy.rollout import Action, Stage
 from turngate.telemetry import events
 from turngate.telemetry.events import AnyEvent, Outcome, Witness, shown_model
 from turngate.validators.graph import MessageSequence
+from turngate.validators.previews import Hit
 from turngate.validators.rules import Finding, Level, Reason, Verdict
 from turngate.validators.stream import Turn, TurnVerdict
 
@@ -124,6 +125,34 @@ class Record(msgspec.Struct):
                 cause=verdict.reason or Reason.INTERNAL,
                 enforced=self.enforced,
                 preview_bytes=preview_bytes,
+            )
+        )
+
+    def leaked(self, hit: Hit) -> None:
+        """The request brings back what was retracted."""
+        self.emit(
+            events.PreviewLeaked(
+                at_s=self.wall(),
+                operation=self.operation,
+                upstream=self.upstream,
+                api=self.api,
+                reason=hit.reason,
+                cause=hit.cause,
+                retracted_operation=hit.operation,
+                at=hit.at,
+                whole=hit.whole,
+            )
+        )
+
+    def anomaly(self, reason: Reason) -> None:
+        """Something irregular in the answer that did not end it."""
+        self.emit(
+            events.AnomalySeen(
+                at_s=self.wall(),
+                operation=self.operation,
+                upstream=self.upstream,
+                api=self.api,
+                reason=reason,
             )
         )
 

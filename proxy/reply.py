@@ -5,11 +5,11 @@ JSON answer that may carry calls is judged before its first byte goes on.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from turngate.adapters import coding
+from turngate.adapters import coding, sse
 from turngate.adapters.dialect import Answer, Dialect, Trouble, Undecodable
 from turngate.adapters.registry import CHAT
 from turngate.proxy import wire
@@ -21,10 +21,12 @@ from turngate.proxy.upstream import Broken, Head, Link
 from turngate.proxy.wire import Framing
 from turngate.proxy.witnesses import Witnesses
 from turngate.telemetry.events import Witness
-from turngate.validators.gate import Gate
+from turngate.validators.gate import Gate, HoldBudget
 from turngate.validators.graph import MessageSequence
+from turngate.validators.previews import Preview
 from turngate.validators.rules import Reason
-from turngate.validators.stream import Assembler, Ending, Turn, TurnVerdict
+from turngate.validators.schemas import Declared
+from turngate.validators.stream import Assembler, Call, Ending, Turn, TurnVerdict
 
 ENDINGS: Final = {"eof": Ending.EOF, "bad_framing": Ending.EOF, "reset": Ending.RESET, "aborted": Ending.LEFT}
 ENDED_WELL: Final = frozenset({Turn.COMMITTED, Turn.INCOMPLETE})
@@ -46,13 +48,16 @@ class Reply:
     """One answer on its way to the app. `dialect` and `sequence` are None for what is only relayed.
 
     `verdict` is what the answer came to, None where it was not judged; `keep_alive` whether the app's connection can
-    carry another exchange.
+    carry another exchange. `declared` is what the answer's calls may be, `commit` asks whether calls that were held
+    may go now; both None where nobody cares.
     """
 
     __slots__ = (
         "_active_s",
+        "_alive",
         "_app",
         "_gate",
+        "_holds",
         "_limits",
         "_link",
         "_record",
@@ -61,6 +66,8 @@ class Reply:
         "_watchdog",
         "_witnesses",
         "assembler",
+        "commit",
+        "declared",
         "dialect",
         "ended_by_us",
         "enforced",
@@ -69,7 +76,9 @@ class Reply:
         "started",
     )
 
-    def __init__(self, app: App, record: Record, limits: Limits, timeouts: Timeouts) -> None:
+    def __init__(
+        self, app: App, record: Record, limits: Limits, timeouts: Timeouts, holds: HoldBudget
+    ) -> None:
         self.dialect: Dialect | None = None
         self.sequence: MessageSequence | None = None
         self.enforced = False
@@ -77,20 +86,35 @@ class Reply:
         self.started = False
         self.ended_by_us: Ending | None = None
         self.assembler: Assembler | None = None
+        self.declared: Declared | None = None
+        self.commit: Callable[[TurnVerdict], Awaitable[bool]] | None = None
         self._app = app
         self._record = record
         self._limits = limits
         self._timeouts = timeouts
+        self._holds = holds
         self._link: Link | None = None
         self._gate: Gate | None = None
         self._verdict: TurnVerdict | None = None
         self._active_s = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
+        self._alive: asyncio.TimerHandle | None = None
         self._witnesses: Witnesses | None = None
 
     @property
     def verdict(self) -> TurnVerdict | None:
         return self._gate.verdict if self._gate is not None else self._verdict
+
+    @property
+    def preview(self) -> Preview | None:
+        """The text of a streamed answer as the app was shown it."""
+        return self._gate.preview if self._gate is not None else None
+
+    @property
+    def withheld_calls(self) -> Sequence[Call]:
+        """The answer's calls that have not been given to the app as those of a whole turn."""
+        calls = self.assembler.calls if self.assembler is not None else []
+        return calls[self._gate.released_calls :] if self._gate is not None else calls
 
     def witnessed(self) -> list[tuple[Witness, str]]:
         """What the witnesses find wrong with the answer as the app got it."""
@@ -114,8 +138,11 @@ class Reply:
 
     def close(self) -> None:
         """Nothing more will come."""
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        for timer in (self._watchdog, self._alive):
+            if timer is not None:
+                timer.cancel()
+        if self._gate is not None:
+            self._gate.close()
 
     async def head(self, link: Link) -> Head | None:
         """The answer's head, or None where there is none: then the app has been told."""
@@ -176,7 +203,15 @@ class Reply:
         self.started = True
         close = framing is Framing.CLOSE or not self.keep_alive or not self._app.keeps_alive
         extra = [(b"x-turngate-operation", self._record.operation.encode())] if self.enforced else []
-        self._app.start(wire.answer_bytes(head, framing, close=close, extra=extra), framing)
+        # Whatever tools the provider ran for the request, it would run again.
+        twice = self.enforced and head.status >= 400 and self._uses_tools
+        self._app.start(
+            wire.answer_bytes(head, framing, close=close, extra=extra, repeatable=not twice), framing
+        )
+
+    @property
+    def _uses_tools(self) -> bool:
+        return self.sequence is None or self.sequence.uses_tools
 
     def inform(self, head: Head) -> None:
         """Pass a 1xx answer on, as RFC 9110, 15.2 demands of whoever stands between."""
@@ -221,13 +256,15 @@ class Reply:
         parser = dialect.open_stream(sequence)
         encoding = _encoding(head)
         plain = encoding == b"identity"
-        self.assembler = Assembler(sequence.choices, parser.closes_calls)
+        self.assembler = Assembler(sequence.choices, parser.closes_calls, declared=self.declared)
         gate = self._gate = Gate(
             parser,
             self.assembler,
             holds=self.enforced and plain,
             held_bytes_max=self._limits.hold_bytes,
             retraction=lambda reason: dialect.stream_error(Trouble(reason, RETRACTED)),
+            budget=self._holds,
+            preview=Preview(),
         )
         if gate.holds:
             await self._pass_held(link, head, gate)
@@ -248,21 +285,29 @@ class Reply:
         self.start(head, framing)
 
         witnesses = self._witnesses
+        due: list[bytes] = []  # what may go as soon as the turn is committed
 
         def let_through(data: bytes) -> bool:
             if witnesses is not None:
                 witnesses.took(data)
+            released = gate.released_calls
             out = self._let_through(gate, data)
             if out:
-                app.send(out)
+                (due.append if gate.released_calls > released and self.commit else app.send)(out)
             if gate.holding or self._record.hold_bytes:
                 self._record.holding(gate.held_bytes)
+                if self._alive is None and framing is not Framing.LENGTH:
+                    self._keep_alive_soon()
             self._active_s = self._record.monotonic()
-            return gate.over or app.slow
+            return gate.over or app.slow or bool(due)
 
         ending = Ending.CLEAN
         try:
             while await link.pump(let_through) and not gate.over:
+                if due:
+                    app.send(await self._committed(gate, due.pop()))
+                    if gate.over:
+                        break
                 await app.writable()
                 self._active_s = self._record.monotonic()
         except Broken as broken:
@@ -278,6 +323,24 @@ class Reply:
             link.abort()
         else:
             self._give_back(link)
+
+    async def _committed(self, gate: Gate, released: bytes) -> bytes:
+        """What was held, once the ledger says that this is the turn; or what the app must be told instead."""
+        if gate.verdict is not None and self.commit is not None and not await self.commit(gate.verdict):
+            gate.released_calls = 0
+            return gate.abandon(Reason.DISPATCH_CONFLICT)
+        return released
+
+    def _keep_alive_soon(self) -> None:
+        self._alive = asyncio.get_running_loop().call_later(self._timeouts.keep_alive_s, self._keep_alive)
+
+    def _keep_alive(self) -> None:
+        """Calls have been held for a while: an app that hears nothing for long gives up."""
+        self._alive = None
+        if self._gate is not None and self._gate.holding and not self._app.gone:
+            if not self._app.slow:
+                self._app.send_aside(sse.KEEP_ALIVE)
+            self._keep_alive_soon()
 
     def _let_through(self, gate: Gate, what: bytes | Ending) -> bytes:
         """What the gate makes of these bytes, or of the end. A fault of ours ends the turn as a broken one does."""
@@ -386,6 +449,15 @@ class Reply:
             if verdict is not None and (verdict.turn not in ENDED_WELL or self._holds_cut_call(verdict)):
                 self._withhold("the provider's answer cannot be used", verdict.reason or Reason.INTERNAL)
                 return
+            if (
+                verdict is not None
+                and verdict.calls
+                and self.commit is not None
+                and not await self.commit(verdict)
+            ):
+                self._verdict = TurnVerdict(Turn.RETRACTED, Reason.DISPATCH_CONFLICT)
+                self._withhold("another answer is this turn already", Reason.DISPATCH_CONFLICT)
+                return
         await self._pass(link, head, first=kept.parts)
 
     def _holds_cut_call(self, verdict: TurnVerdict) -> bool:
@@ -404,7 +476,7 @@ class Reply:
     ) -> TurnVerdict | None:
         """The verdict on a whole answer, by the code that judges streams; None where it cannot be read."""
         encoding = _encoding(head)
-        assembler = Assembler(sequence.choices)
+        assembler = Assembler(sequence.choices, declared=self.declared)
         try:
             if encoding != b"identity":
                 decoder = coding.open_decoder(encoding)

@@ -31,6 +31,9 @@ from turngate.proxy.upstream import Origin, Pool
 from turngate.proxy.wire import Framing
 from turngate.telemetry.events import FailureCounted, ProxyPulse, ProxyStarted, ProxyStopped, StageOrdered
 from turngate.telemetry.spool import Spool
+from turngate.validators.gate import HoldBudget
+from turngate.validators.previews import Marks
+from turngate.validators.schemas import Schemas
 
 LEDGER_RETRY_S: Final = 5.0
 PULSE_S: Final = 5.0
@@ -112,6 +115,7 @@ class Proxy:
             failed=lambda error: self._failed("control", error),
         )
         self._pool = _pool(settings, listening)
+        digest_key = load_or_create_key(data_dir / "keys" / "digest.key", 32)
         self._services = Services(
             settings=settings,
             ladder=settings.ladder(),
@@ -123,8 +127,11 @@ class Proxy:
             wall=time.time,
             new_operation=_operations().__next__,
             judge=Judge(),
-            digest_key=load_or_create_key(data_dir / "keys" / "digest.key", 32),
+            digest_key=digest_key,
             instance=self.instance,
+            holds=HoldBudget(settings.limits.hold_all_bytes),
+            schemas=Schemas(),
+            marks=Marks(time.monotonic, digest_key),
         )
         self._listener = Listener(self._handle, self._failed)
         self._server: asyncio.Server | None = None

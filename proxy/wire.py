@@ -115,10 +115,13 @@ def _stays(lower: bytes, head: RequestHead) -> bool:
     return lower == b"upgrade" and head.upgrades
 
 
-def answer_bytes(head: Head, framing: Framing, *, close: bool, extra: Headers = ()) -> bytes:
+def answer_bytes(
+    head: Head, framing: Framing, *, close: bool, extra: Headers = (), repeatable: bool = True
+) -> bytes:
     """The head for the app, with our own `extra` headers at its end.
 
-    Where the gate may withhold bytes, a length becomes chunks in its place.
+    Where the gate may withhold bytes, a length becomes chunks in its place. Unless `repeatable`, the provider's word
+    that its error may be asked for again is left out: SDKs repeat even a 400 for it.
     """
     lines = [b"HTTP/1.1 %d %s\r\n" % (head.status, head.reason)]
     dropped = _dropped(head.headers, head.names)
@@ -134,7 +137,9 @@ def answer_bytes(head: Head, framing: Framing, *, close: bool, extra: Headers = 
             elif not framed:
                 lines.append(b"Transfer-Encoding: chunked\r\n")
                 framed = True
-        elif lower not in dropped:
+        elif lower not in dropped and (
+            repeatable or lower != b"x-should-retry" or header[1].strip() != b"true"
+        ):
             lines.append(b"%s: %s\r\n" % header)
     if framing is Framing.CHUNKED and not framed:
         lines.append(b"Transfer-Encoding: chunked\r\n")

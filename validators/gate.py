@@ -7,6 +7,7 @@ itself stopped early and said so) the provider's own finish without the calls.
 The same gate watches where nothing may be held: `holds=False` passes every byte as it comes and still judges.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,11 +28,26 @@ from turngate.validators.stream import (
 
 
 @dataclass(slots=True)
+class HoldBudget:
+    """What all answers of a process may hold together, in bytes."""
+
+    bytes_max: int
+    held_bytes: int = 0
+
+    def resize(self, before: int, after: int) -> bool:
+        """Change one holder's share; False, and nothing changed, where that is too much for all of them."""
+        if after > before and self.held_bytes + after - before > self.bytes_max:
+            return False
+        self.held_bytes += after - before
+        return True
+
+
+@dataclass(slots=True)
 class Gate:
     """One answer's gate. Bytes in, bytes out; no socket, no clock.
 
     `retraction` makes the dialect's in-stream error for a reason. `held_bytes_max` bounds what waits here, the
-    frame that is not whole yet included. `verdict` is None until the turn is judged.
+    frame that is not whole yet included; `budget` what waits in all gates. `verdict` is None until the turn is judged.
     """
 
     parser: StreamParser
@@ -39,6 +55,7 @@ class Gate:
     holds: bool
     held_bytes_max: int
     retraction: Callable[[Reason], bytes]
+    budget: HoldBudget = field(default_factory=lambda: HoldBudget(sys.maxsize))
     preview: Preview | None = None
     """Collects the text that the app is shown, where somebody wants to recognise it."""
     verdict: TurnVerdict | None = None
@@ -52,6 +69,7 @@ class Gate:
     _held: list[Frame] = field(default_factory=list)
     _held_bytes: int = 0
     _pending_bytes: int = 0
+    _charged: int = 0
 
     @property
     def holding(self) -> bool:
@@ -83,9 +101,20 @@ class Gate:
             self._take(frame, out)
             if self.over:
                 return b"".join(out)
-        if self._pending_bytes + self._held_bytes > self.held_bytes_max:
+        if not self._within(self._pending_bytes + self._held_bytes):
             self._retract(Reason.LIMIT_HOLD, out)
         return b"".join(out)
+
+    def close(self) -> None:
+        """Nothing more will come or go: give back what this answer takes of the budget."""
+        self.budget.resize(self._charged, 0)
+        self._charged = 0
+
+    def _within(self, waiting: int) -> bool:
+        if waiting > self.held_bytes_max or not self.budget.resize(self._charged, waiting):
+            return False
+        self._charged = waiting
+        return True
 
     def finish(self, ending: Ending) -> bytes:
         """The provider's bytes are over; return the last bytes for the app."""
@@ -110,13 +139,13 @@ class Gate:
         self.withheld_bytes += len(rest)
         return b""
 
-    def abandon(self) -> bytes:
-        """Give the turn up for a fault of our own; return what the app must be told."""
+    def abandon(self, reason: Reason = Reason.INTERNAL) -> bytes:
+        """Give the turn up, for a fault of our own unless told otherwise; return what the app must be told."""
         if self.over:
             return b""
-        self.verdict = TurnVerdict(Turn.RETRACTED, Reason.INTERNAL)
+        self.verdict = TurnVerdict(Turn.RETRACTED, reason)
         out: list[bytes] = []
-        self._retract(Reason.INTERNAL, out)
+        self._retract(reason, out)
         return b"".join(out)
 
     def _watch(self, data: bytes) -> None:
@@ -184,6 +213,7 @@ class Gate:
         self.over = True
 
     def _drop(self) -> None:
+        self.close()
         self.withheld_bytes += self._held_bytes
         self._held, self._held_bytes = [], 0
 

@@ -197,8 +197,7 @@ ANSWERS: Final[Cases] = {
         told(
             answer(
                 b"Retry-After: 7\r\nx-should-retry: true\r\n" + length(b"{}"), b"{}", status=b"529 Overloaded"
-            ),
-            body=TOOLS_BODY,
+            )
         ),
     ),
     "A provider of HTTP/1.0": everywhere(

@@ -8,7 +8,7 @@ from wire_peers import ANSWER_BODY, answer, length
 
 from conformance.wire import Script, Stage, Wire
 
-Because = Literal["Z4-1", "Z4-2", "Z4-4", "Z4-7", "Z5", "HTTP"]
+Because = Literal["Z4-1", "Z4-2", "Z4-4", "Z4-6", "Z4-7", "Z5", "HTTP"]
 """Items of what an enforced scope may change (Z4), its promise that nothing broken looks whole (Z5), or HTTP itself."""
 
 

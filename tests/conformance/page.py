@@ -21,7 +21,8 @@ a real proxy in each stage, and compare what arrived on both sides, in which ord
 - **HTTP**: the protocol makes every intermediary do so, or allows it and nothing is lost.
 - **Z4-*n***: what an enforced scope may change: **1** a refusal instead of forwarding, for which the request is read
   first; **2** events withheld from the first tool call on, then all of them or an error; **4** `Accept-Encoding:
-  identity` where a stream is gated; **7** the headers `x-turngate-*`.
+  identity` where a stream is gated; **6** the provider's word that a failed request with tools may be repeated;
+  **7** the headers `x-turngate-*`.
 - **Z5**: in an enforced scope an answer that did not end well is an error in the provider's own shape.
 
 Where a stage differs, the tests fail when the difference is another one than declared, and also when there is none.
