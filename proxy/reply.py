@@ -432,14 +432,17 @@ class Reply:
         """Judged before its first byte goes on."""
         kept = Kept(self._limits.body_bytes)
         try:
-            while not kept.full and (data := await link.read()):
-                kept.add(data)
-                self._active_s = self._record.monotonic()
+            fits = await self._keep_whole(link, kept)
         except Broken as broken:
             stalled = self.ended_by_us is Ending.STALLED
             reason = Reason.STREAM_STALLED if stalled else Reason.STREAM_TRUNCATED
             self._verdict = TurnVerdict(Turn.UNKNOWN if stalled else Turn.RETRACTED, reason)
             self._withhold(f"the provider's answer broke off ({broken.kind})", reason)
+            return
+        if not fits:
+            self._verdict = TurnVerdict(Turn.RETRACTED, Reason.LIMIT_HOLD)
+            self._withhold("all answers together hold more than limits.hold_all_bytes", Reason.LIMIT_HOLD)
+            link.abort()
             return
         body = kept.whole()
         if body is None:
@@ -459,6 +462,21 @@ class Reply:
                 self._withhold("another answer is this turn already", Reason.DISPATCH_CONFLICT)
                 return
         await self._pass(link, head, first=kept.parts)
+
+    async def _keep_whole(self, link: Link, kept: "Kept") -> bool:
+        """Read the answer's body, or as much as may be kept of it; False where the budget for all answers is at its
+        end. Raises Broken."""
+        held = 0
+        try:
+            while not kept.full and (data := await link.read()):
+                kept.add(data)
+                self._active_s = self._record.monotonic()
+                if not self._holds.resize(held, held + len(data)):
+                    return False
+                held += len(data)
+            return True
+        finally:
+            self._holds.resize(held, 0)
 
     def _holds_cut_call(self, verdict: TurnVerdict) -> bool:
         """True where a turn that ended early holds a call: no call of it may run, and a whole answer is not edited.

@@ -58,7 +58,8 @@ def begun(body: bytes, told: bytes, rest: bytes) -> Script:
         wire.note("before the rest", before.partition(b"\r\n\r\n")[2])
         provider.send(rest)
         provider.close()
-        for _ in range(ROUNDS_MAX):  # the disk is asked before calls are let go: that is no matter of round trips
+        # The disk is asked before calls are let go: that is no matter of round trips.
+        for _ in range(ROUNDS_MAX):
             before += await wire.arrived(app)
             head, _, all_of_it = before.partition(b"\r\n\r\n")
             if len(all_of_it) >= len(told.partition(b"\r\n\r\n")[2] + rest):
