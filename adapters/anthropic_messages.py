@@ -42,9 +42,6 @@ from turngate.validators.graph import (
 from turngate.validators.previews import Said
 from turngate.validators.schemas import Tools
 from turngate.validators.stream import (
-    STREAM_AFTER_STOP,
-    STREAM_DUPLICATE_DELTA,
-    STREAM_OUT_OF_ORDER,
     CallClosed,
     CallDelta,
     CallOpened,
@@ -796,11 +793,11 @@ class MessagesStream:
         if index < self._blocks:
             another = is_call and self._known.get(index, block.id) != block.id
             yield Irregular(
-                Reason.STREAM_CALL_ID_CONFLICT if another else STREAM_DUPLICATE_DELTA,
+                Reason.STREAM_CALL_ID_CONFLICT if another else Reason.STREAM_DUPLICATE_DELTA,
                 fatal=is_call or index in self._known,
             )
         elif index > self._blocks > 0:
-            yield Irregular(STREAM_OUT_OF_ORDER)  # the SDKs raise on it by themselves, or do not mind
+            yield Irregular(Reason.STREAM_OUT_OF_ORDER)  # the SDKs raise on it by themselves, or do not mind
         self._blocks = max(self._blocks, index) + 1
         self._open[index] = None
         if is_call:
@@ -811,7 +808,9 @@ class MessagesStream:
 
     def _stop(self, index: int) -> Iterator[StreamEvent]:
         if index not in self._open:
-            yield Irregular(STREAM_DUPLICATE_DELTA if index < self._blocks else STREAM_OUT_OF_ORDER)
+            yield Irregular(
+                Reason.STREAM_DUPLICATE_DELTA if index < self._blocks else Reason.STREAM_OUT_OF_ORDER
+            )
         elif (call := self._open.pop(index)) is not None:
             yield CallClosed(call)
 
@@ -821,7 +820,8 @@ class MessagesStream:
                 # A call whose beginning was lost, or a piece behind its end. One that says nothing changes nothing.
                 behind = index in self._known
                 yield Irregular(
-                    STREAM_AFTER_STOP if behind else STREAM_OUT_OF_ORDER, fatal=bool(delta.partial_json)
+                    Reason.STREAM_AFTER_STOP if behind else Reason.STREAM_OUT_OF_ORDER,
+                    fatal=bool(delta.partial_json),
                 )
             elif (call := self._open[index]) is not None:
                 yield CallDelta(call, delta.partial_json)

@@ -43,7 +43,6 @@ from turngate.validators.graph import (
 from turngate.validators.previews import Said
 from turngate.validators.schemas import Tools
 from turngate.validators.stream import (
-    STREAM_AFTER_STOP,
     CallDelta,
     CallDisplaced,
     CallNamed,
@@ -885,7 +884,7 @@ class ChatStream:
         else:
             if choice in self._finished and (id_ or body.name):
                 # Some clients take every id for a new call: behind the finish that would run the call again.
-                yield Irregular(STREAM_AFTER_STOP, fatal=True)
+                yield Irregular(Reason.STREAM_AFTER_STOP, fatal=True)
             elif body.name and body.name != self._calls[number].name:
                 # Of two names clients keep the first, the last, or both joined.
                 yield Irregular(Reason.STREAM_CALL_ID_CONFLICT)

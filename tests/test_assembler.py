@@ -9,12 +9,6 @@ from hypothesis import strategies as st
 
 from turngate.validators.rules import Reason
 from turngate.validators.stream import (
-    CALL_ARGUMENTS_DUPLICATE_KEY,
-    STREAM_AFTER_STOP,
-    STREAM_DUPLICATE_DELTA,
-    STREAM_MALFORMED_CALL,
-    STREAM_OUT_OF_ORDER,
-    STREAM_WRONG_HANDLE,
     Assembler,
     CallClosed,
     CallDelta,
@@ -307,57 +301,62 @@ def test_the_first_name_of_the_answer_stays() -> None:
 
 
 START, AGAIN, OTHER_START = TurnStarted("r1", "m"), TurnStarted("r1", "m"), TurnStarted("r2", "m")
-ODD = Irregular(STREAM_OUT_OF_ORDER)
+ODD = Irregular(Reason.STREAM_OUT_OF_ORDER)
 IRREGULAR: dict[str, tuple[list[StreamEvent], Turn, Reason | None, list[Reason]]] = {
     "a second start": (
         [START, AGAIN, TEXT, STOP, END],
         COMMITTED,
-        STREAM_DUPLICATE_DELTA,
-        [STREAM_DUPLICATE_DELTA],
+        Reason.STREAM_DUPLICATE_DELTA,
+        [Reason.STREAM_DUPLICATE_DELTA],
     ),
     "a second start behind text": (
         [START, TEXT, AGAIN, STOP, END],
         COMMITTED,
-        STREAM_DUPLICATE_DELTA,
-        [STREAM_DUPLICATE_DELTA],
+        Reason.STREAM_DUPLICATE_DELTA,
+        [Reason.STREAM_DUPLICATE_DELTA],
     ),
     "a second start behind a call": (
         [START, *call(0, "{}"), AGAIN, FOR_TOOLS, END],
         RETRACTED,
-        STREAM_DUPLICATE_DELTA,
+        Reason.STREAM_DUPLICATE_DELTA,
         [],
     ),
     "another answer before anything was said": (
         [START, OTHER_START, TEXT, STOP, END],
         COMMITTED,
-        STREAM_WRONG_HANDLE,
-        [STREAM_WRONG_HANDLE],
+        Reason.STREAM_WRONG_HANDLE,
+        [Reason.STREAM_WRONG_HANDLE],
     ),
-    "another answer behind text": ([START, TEXT, OTHER_START, STOP, END], RETRACTED, STREAM_WRONG_HANDLE, []),
-    "text behind the end": ([TEXT, STOP, END, TEXT], COMMITTED, None, [STREAM_AFTER_STOP]),
+    "another answer behind text": (
+        [START, TEXT, OTHER_START, STOP, END],
+        RETRACTED,
+        Reason.STREAM_WRONG_HANDLE,
+        [],
+    ),
+    "text behind the end": ([TEXT, STOP, END, TEXT], COMMITTED, None, [Reason.STREAM_AFTER_STOP]),
     "an end with every piece of text": ([TEXT, STOP, END, TEXT, STOP, END], COMMITTED, None, []),
     "a piece behind the finish of its choice": (
         [*call(0, "{}"), FOR_TOOLS, CallDelta(0, " "), END],
         RETRACTED,
-        STREAM_AFTER_STOP,
+        Reason.STREAM_AFTER_STOP,
         [],
     ),
     "a piece that says nothing, behind the finish": (
         [*call(0, "{}"), FOR_TOOLS, CallDelta(0, ""), END],
         COMMITTED,
         None,
-        [STREAM_AFTER_STOP],
+        [Reason.STREAM_AFTER_STOP],
     ),
     "a name behind the finish": (
         [CallOpened(0, 0, "c0", ""), FOR_TOOLS, CallNamed(0, "", "f"), END],
         RETRACTED,
-        STREAM_AFTER_STOP,
+        Reason.STREAM_AFTER_STOP,
         [],
     ),
     "a piece behind the close of its call": (
         [*call(0, "{}"), CallClosed(0), CallDelta(0, " "), FOR_TOOLS, END],
         RETRACTED,
-        STREAM_AFTER_STOP,
+        Reason.STREAM_AFTER_STOP,
         [],
     ),
     "a call behind the finish of its choice, and another choice ends": (
@@ -370,13 +369,13 @@ IRREGULAR: dict[str, tuple[list[StreamEvent], Turn, Reason | None, list[Reason]]
         [*call(0, "{}"), FOR_TOOLS, END, *call(1, "[]"), FOR_TOOLS, END],
         COMMITTED,
         None,
-        [STREAM_AFTER_STOP],
+        [Reason.STREAM_AFTER_STOP],
     ),
     "a call behind the end that repeats one": (
         [*call(0, "{}"), FOR_TOOLS, END, *call(1, "{}"), FOR_TOOLS, END],
         RETRACTED,
-        STREAM_DUPLICATE_DELTA,
-        [STREAM_AFTER_STOP],
+        Reason.STREAM_DUPLICATE_DELTA,
+        [Reason.STREAM_AFTER_STOP],
     ),
     "one call twice, at once": ([*call(0, "{}"), *call(1, "{}"), FOR_TOOLS, END], COMMITTED, None, []),
     "a whole call that was displaced": (
@@ -394,34 +393,39 @@ IRREGULAR: dict[str, tuple[list[StreamEvent], Turn, Reason | None, list[Reason]]
     "all arguments once more": (
         [*call(0, '{"a"', ":1", '{"a":1}'), FOR_TOOLS, END],
         RETRACTED,
-        STREAM_DUPLICATE_DELTA,
+        Reason.STREAM_DUPLICATE_DELTA,
         [],
     ),
-    "whole arguments twice": ([*call(0, "{}", "{}"), FOR_TOOLS, END], RETRACTED, STREAM_DUPLICATE_DELTA, []),
+    "whole arguments twice": (
+        [*call(0, "{}", "{}"), FOR_TOOLS, END],
+        RETRACTED,
+        Reason.STREAM_DUPLICATE_DELTA,
+        [],
+    ),
     "one piece twice": (
         [*call(0, '{"a"', ":", ":", "1}"), FOR_TOOLS, END],
         RETRACTED,
-        STREAM_DUPLICATE_DELTA,
+        Reason.STREAM_DUPLICATE_DELTA,
         [],
     ),
     "one piece too many": ([*call(0, '{"a"', ":", "]", "1}"), FOR_TOOLS, END], RETRACTED, INVALID, []),
     "a key that stands twice": (
         [*call(0, '{"a":1,"a":2}'), FOR_TOOLS, END],
         RETRACTED,
-        CALL_ARGUMENTS_DUPLICATE_KEY,
+        Reason.CALL_ARGUMENTS_DUPLICATE_KEY,
         [],
     ),
-    "the same oddity twice": ([ODD, TEXT, ODD, STOP, END], COMMITTED, None, [STREAM_OUT_OF_ORDER]),
+    "the same oddity twice": ([ODD, TEXT, ODD, STOP, END], COMMITTED, None, [Reason.STREAM_OUT_OF_ORDER]),
     "an oddity that clients read in two ways": (
-        [TEXT, Irregular(STREAM_OUT_OF_ORDER, fatal=True), STOP, END],
+        [TEXT, Irregular(Reason.STREAM_OUT_OF_ORDER, fatal=True), STOP, END],
         RETRACTED,
-        STREAM_OUT_OF_ORDER,
+        Reason.STREAM_OUT_OF_ORDER,
         [],
     ),
     "a call that the provider could not read": (
         [ProviderFailed("x", malformed_call=True)],
         RETRACTED,
-        STREAM_MALFORMED_CALL,
+        Reason.STREAM_MALFORMED_CALL,
         [],
     ),
 }

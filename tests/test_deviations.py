@@ -18,7 +18,7 @@ from turngate.adapters.dialect import Dialect, Trouble
 from turngate.adapters.registry import CHAT, MESSAGES
 from turngate.validators.gate import Gate
 from turngate.validators.rules import Reason
-from turngate.validators.stream import STREAM_AFTER_STOP, STREAM_DUPLICATE_DELTA, Assembler, Ending, Turn
+from turngate.validators.stream import Assembler, Ending, Turn
 
 PROVIDERS = Path(os.environ.get("TURNGATE_SHARED") or Path(__file__).parents[2] / "shared") / "providers"
 Json = dict[str, Any]
@@ -144,7 +144,7 @@ ROWS: dict[str, Row] = {
         CHAT,
         (*CALL, TOOLS, chunk(item({"arguments": ""}, index=0), "tool_calls"), DONE),
         A,
-        anomalies=(STREAM_AFTER_STOP,),
+        anomalies=(Reason.STREAM_AFTER_STOP,),
     ),
     "DEV-12 the call was lost": chat(
         TEXT, chunk({"tool_calls": []}), TOOLS, DONE, calls=[], reason=Reason.STREAM_TOOL_STOP_WITHOUT_CALL
@@ -215,16 +215,16 @@ ROWS: dict[str, Row] = {
         MESSAGES,
         (START, START, *SPOKEN, *use(1, "a", '{"x":1}'), *stop("tool_use")),
         A,
-        reason=STREAM_DUPLICATE_DELTA,
-        anomalies=(STREAM_DUPLICATE_DELTA,),
+        reason=Reason.STREAM_DUPLICATE_DELTA,
+        anomalies=(Reason.STREAM_DUPLICATE_DELTA,),
     ),
     "a text block that starts twice, before a call": Row(
         MESSAGES,
         (START, SPOKEN[0], *SPOKEN, *use(1, "a", "{}"), *stop("tool_use")),
         [],
         Turn.RETRACTED,
-        STREAM_DUPLICATE_DELTA,
-        (STREAM_DUPLICATE_DELTA,),
+        Reason.STREAM_DUPLICATE_DELTA,
+        (Reason.STREAM_DUPLICATE_DELTA,),
     ),
     "the last word of Chat Completions behind message_stop": Row(
         MESSAGES, (START, *SPOKEN, *stop("end_turn"), DONE), []

@@ -28,10 +28,6 @@ from turngate.validators.previews import Preview
 from turngate.validators.rules import Reason
 from turngate.validators.schemas import Declared, Schemas
 from turngate.validators.stream import (
-    STREAM_AFTER_STOP,
-    STREAM_DUPLICATE_DELTA,
-    STREAM_MALFORMED_CALL,
-    STREAM_WRONG_HANDLE,
     Assembler,
     Call,
     Ending,
@@ -655,19 +651,29 @@ def test_what_a_length_end_withholds_is_counted() -> None:
 
 SAYS_NOTHING = piece(0, "")
 BEHIND: dict[str, tuple[Dialect, tuple[bytes, ...], tuple[bytes, ...], Reason | None]] = {
-    "a piece of a released call": (CHAT, (*CALL_A, FOR_TOOLS), (piece(0, "x"), DONE), STREAM_AFTER_STOP),
-    "a piece that leaves it JSON": (CHAT, (*CALL_A, FOR_TOOLS), (piece(0, " "), DONE), STREAM_AFTER_STOP),
+    "a piece of a released call": (
+        CHAT,
+        (*CALL_A, FOR_TOOLS),
+        (piece(0, "x"), DONE),
+        Reason.STREAM_AFTER_STOP,
+    ),
+    "a piece that leaves it JSON": (
+        CHAT,
+        (*CALL_A, FOR_TOOLS),
+        (piece(0, " "), DONE),
+        Reason.STREAM_AFTER_STOP,
+    ),
     "the released call once more": (
         CHAT,
         (*CALL_A, FOR_TOOLS),
         (*CALL_A, FOR_TOOLS, DONE),
-        STREAM_AFTER_STOP,
+        Reason.STREAM_AFTER_STOP,
     ),
     "the released call opened once more": (
         CHAT,
         (*CALL_A, FOR_TOOLS),
         (OPEN_A, FOR_TOOLS, DONE),
-        STREAM_AFTER_STOP,
+        Reason.STREAM_AFTER_STOP,
     ),
     "a piece that says nothing": (CHAT, (*CALL_A, FOR_TOOLS), (SAYS_NOTHING, DONE), None),
     "another whole call with an end of its own": (
@@ -680,7 +686,7 @@ BEHIND: dict[str, tuple[Dialect, tuple[bytes, ...], tuple[bytes, ...], Reason | 
         CHAT,
         (*CALL_A, FOR_TOOLS),
         (piece(1, '{"x":1}', "z", "f"), FOR_TOOLS, DONE),
-        STREAM_DUPLICATE_DELTA,
+        Reason.STREAM_DUPLICATE_DELTA,
     ),
     "another call without an end of its own": (
         CHAT,
@@ -693,19 +699,19 @@ BEHIND: dict[str, tuple[Dialect, tuple[bytes, ...], tuple[bytes, ...], Reason | 
         MESSAGES,
         (START, *TEXT, *USE_A, *ends("tool_use")),
         (USE_A[2],),
-        STREAM_AFTER_STOP,
+        Reason.STREAM_AFTER_STOP,
     ),
     "messages, the whole answer once more": (
         MESSAGES,
         (START, *TEXT, *USE_A, *ends("tool_use")),
         (START, *TEXT, *USE_A, *ends("tool_use")),
-        STREAM_DUPLICATE_DELTA,
+        Reason.STREAM_DUPLICATE_DELTA,
     ),
     "messages, another answer": (
         MESSAGES,
         (START, *TEXT, *USE_A, *ends("tool_use")),
         (event("message_start", message={"id": "msg_2"}), *tool_use(0, "toolu_c", "{}"), *ends("tool_use")),
-        STREAM_WRONG_HANDLE,
+        Reason.STREAM_WRONG_HANDLE,
     ),
 }
 
@@ -952,8 +958,8 @@ def test_a_case_comes_to_what_its_report_says(case: Json) -> None:
 def reason_of(expect: Json) -> Reason | None:
     """The reason a case names, as far as the closed list has its word."""
     nearest = {
-        "stream.duplicate_delta": STREAM_DUPLICATE_DELTA,
-        "stream.malformed_call": STREAM_MALFORMED_CALL,
+        "stream.duplicate_delta": Reason.STREAM_DUPLICATE_DELTA,
+        "stream.malformed_call": Reason.STREAM_MALFORMED_CALL,
     }
     word = expect.get("reason")
     return None if word is None else nearest.get(word) or Reason(word)

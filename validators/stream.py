@@ -16,19 +16,6 @@ from turngate.validators.rules import Reason
 from turngate.validators.schemas import Declared
 
 
-def _named(word: str, nearest: Reason) -> Reason:
-    """The reason of this name; while the closed list has not got it, the nearest one it has."""
-    return Reason(word) if word in frozenset(Reason) else nearest
-
-
-STREAM_DUPLICATE_DELTA: Final = _named("stream.duplicate_delta", Reason.STREAM_BAD_FRAMING)
-STREAM_OUT_OF_ORDER: Final = _named("stream.out_of_order", Reason.STREAM_BAD_FRAMING)
-STREAM_AFTER_STOP: Final = _named("stream.after_stop", Reason.STREAM_BAD_FRAMING)
-STREAM_WRONG_HANDLE: Final = _named("stream.wrong_handle", Reason.STREAM_BAD_FRAMING)
-STREAM_MALFORMED_CALL: Final = _named("stream.malformed_call", Reason.STREAM_ERROR_EVENT)
-CALL_ARGUMENTS_DUPLICATE_KEY: Final = _named("call.arguments_duplicate_key", Reason.CALL_ARGUMENTS_INVALID)
-
-
 class Finish(StrEnum):
     """Why the provider says it stopped."""
 
@@ -229,7 +216,7 @@ class Call:
             return None
         arguments = self.arguments
         return arguments_fault(arguments) or (
-            CALL_ARGUMENTS_DUPLICATE_KEY if repeats_key(arguments) else None
+            Reason.CALL_ARGUMENTS_DUPLICATE_KEY if repeats_key(arguments) else None
         )
 
 
@@ -296,7 +283,7 @@ class Assembler:
                 self.input_tokens = input_tokens if input_tokens >= 0 else self.input_tokens
                 self.output_tokens = output_tokens if output_tokens >= 0 else self.output_tokens
             case ProviderFailed(_, malformed_call):
-                self._fail(STREAM_MALFORMED_CALL if malformed_call else Reason.STREAM_ERROR_EVENT)
+                self._fail(Reason.STREAM_MALFORMED_CALL if malformed_call else Reason.STREAM_ERROR_EVENT)
             case EndedEarly():
                 self._fail(Reason.STREAM_NO_STOP)
             case FrameUnreadable():
@@ -319,7 +306,7 @@ class Assembler:
         only repeat text: with another handle, or beside calls, two answers have run into one."""
         if self._started:
             other = bool(handle and self.handle and handle != self.handle)
-            reason = STREAM_WRONG_HANDLE if other else STREAM_DUPLICATE_DELTA
+            reason = Reason.STREAM_WRONG_HANDLE if other else Reason.STREAM_DUPLICATE_DELTA
             if self.calls or (other and self.text_characters):
                 self._fail(reason)
             else:
@@ -331,19 +318,19 @@ class Assembler:
     def _open(self, event: CallOpened) -> None:
         if self.ended:
             self._released = len(self.calls)
-            self.note(STREAM_AFTER_STOP)
+            self.note(Reason.STREAM_AFTER_STOP)
         self.calls.append(Call(event.choice, event.id, event.name, event.free_text))
         self.ended = False  # a call after a finish reopens the turn: it needs an end of its own
 
     def _add(self, call: Call, fragment: str) -> None:
         if call.sealed or call.closed:
             # Whoever ran the call at its end has it without this piece; a piece that says nothing changes nothing.
-            self._fail(STREAM_AFTER_STOP) if fragment else self.note(STREAM_AFTER_STOP)
+            self._fail(Reason.STREAM_AFTER_STOP) if fragment else self.note(Reason.STREAM_AFTER_STOP)
         call.fragments.append(fragment)
 
     def _name(self, call: Call, id_: str, name: str) -> None:
         if call.sealed:
-            self._fail(STREAM_AFTER_STOP)
+            self._fail(Reason.STREAM_AFTER_STOP)
         call.id, call.name = call.id or id_, call.name or name
 
     def _finish(self, choice: int, event: ChoiceFinished) -> None:
@@ -359,7 +346,7 @@ class Assembler:
     def judge(self) -> TurnVerdict:
         """The verdict on a turn whose terminal event has come."""
         if self._late:
-            self.note(STREAM_AFTER_STOP)
+            self.note(Reason.STREAM_AFTER_STOP)
         if self.fault is not None:
             return TurnVerdict(Turn.RETRACTED, self.fault)
         finish = self._worst_finish()
@@ -413,7 +400,7 @@ class Assembler:
             reason = self._call_fault(call)
             if reason is not None:
                 return self._told_better(call, reason)
-        return STREAM_DUPLICATE_DELTA if self._runs_twice() else None
+        return Reason.STREAM_DUPLICATE_DELTA if self._runs_twice() else None
 
     def _runs_twice(self) -> bool:
         """True where a call came behind the end that is one of those before it, by another id: somebody asked again."""
@@ -429,7 +416,7 @@ class Assembler:
         """What made the arguments what they are, where that can be seen."""
         if call.displaced:
             return Reason.STREAM_CALL_ID_CONFLICT
-        return STREAM_DUPLICATE_DELTA if _came_twice(call.fragments) else reason
+        return Reason.STREAM_DUPLICATE_DELTA if _came_twice(call.fragments) else reason
 
     def _declared_fault(self) -> Reason | None:
         """Why a call is not what the request lets it be; where that is not enforced, only a note."""
