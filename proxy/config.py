@@ -32,7 +32,8 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from turngate.proxy.rollout import Ladder, Rung, Stage
+from turngate.proxy import rollout
+from turngate.proxy.rollout import Headers, Ladder, Rung, Stage
 from turngate.proxy.upstream import ForwardProxy, Origin
 
 ENV_PREFIX: Final = "TURNGATE_"
@@ -147,8 +148,25 @@ class Match(_Section):
     upstream: str = "*"
     model: str = "*"
 
+    @property
+    def covered(self) -> rollout.Scope:
+        return rollout.Scope(self.upstream, self.model)
 
-class Scope(_Section):
+
+class Policy(_Section):
+    """What a scope does beside its stage. All of it concerns enforced requests only."""
+
+    integrity: Literal["report", "enforce"] = "report"
+    """enforce: refuse a request that brings back what the app was told to drop."""
+    uncovered: Literal["pass", "refuse"] = "pass"
+    """What becomes of a request that cannot be judged."""
+    ledger_down: Literal["degrade", "refuse"] = "degrade"
+    """What becomes of a request that the ledger cannot take: treated as in `observe`, or refused."""
+    reattempt: Literal["never", "confirmed"] = "never"
+    """confirmed: where the provider's connection ended before anything of an answer was passed on, ask once more."""
+
+
+class Scope(Policy):
     """A stage for what it matches. The first scope that matches counts."""
 
     match: Match = Match()
@@ -256,6 +274,14 @@ class Settings(BaseSettings):
                 "say allow_remote: true (--allow-remote) if that is meant"
             )
         return self
+
+    def policy(self, upstream: str, model: str, headers: Headers = ()) -> Policy:
+        """What the first scope says that matches."""
+        for scope in self.scopes:
+            covered = scope.match.covered
+            if covered.may_match(upstream, model) and covered.has_headers(headers):
+                return scope
+        return Policy()
 
     def ladder(self) -> Ladder:
         """The stages as set; orders to the running proxy come on top."""

@@ -30,7 +30,7 @@ from turngate.proxy.upstream import Broken, Head, Link, Pool, Unreachable
 from turngate.proxy.wire import Framing
 from turngate.telemetry.events import AnyEvent, shown_model
 from turngate.validators.gate import HoldBudget
-from turngate.validators.graph import Kind, MessageSequence
+from turngate.validators.graph import MessageSequence
 from turngate.validators.ledger import OPEN, Dispatch, End, State, may_release
 from turngate.validators.previews import Marks
 from turngate.validators.rules import Judgement, Reason, Verdict
@@ -277,7 +277,7 @@ class Exchange:
                 lambda: dialect.declared_tools(body),
                 self.services.schemas,
                 enforced=self.record.stage is Stage.ENFORCE_SCHEMA,
-                used_ids=lambda: _call_ids(sequence),
+                used_ids=sequence.call_ids,
             )
         if self.reply.enforced:
             self.reply.commit = self._commit
@@ -571,10 +571,6 @@ class Exchange:
             self._move(State.REFUSED, how="error_event")
         else:
             self._move(State.UNKNOWN, how=(verdict.reason if verdict else None) or record.error_type)
-
-
-def _call_ids(sequence: MessageSequence) -> set[str]:
-    return {block.call_id for block in sequence.blocks if block.kind is Kind.TOOL_CALL and block.call_id}
 
 
 async def _cancelled(task: asyncio.Task[Head] | asyncio.Task[None]) -> None:

@@ -12,9 +12,10 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast, get_args
 
@@ -31,7 +32,9 @@ from turngate.telemetry.events import shown_model
 from turngate.telemetry.report import Rule, Scope
 from turngate.validators.gate import Gate
 from turngate.validators.graph import MessageSequence
+from turngate.validators.previews import Hit, Said, refused_for
 from turngate.validators.rules import Finding, Judgement, Level, Reason, Verdict, judge
+from turngate.validators.schemas import Declared, Schemas
 from turngate.validators.stream import Assembler, Call, Ending, Turn, TurnVerdict
 
 STRICTEST: Final = list(Stage)[-1]
@@ -99,9 +102,23 @@ def _one(value: object) -> str:
 
 
 class Told(msgspec.Struct):
-    """What is known of an exchange beside its bytes. What only a ledger could know is not looked at."""
+    """What is known of an exchange beside its bytes: what a ledger would know of turns that were retracted, too."""
 
     model_context_window: int | None = None
+    retracted_previews: tuple[str, ...] = ()
+    retracted_calls: tuple[str, ...] = ()
+
+    def leaks(self, said: Iterable[Said]) -> Iterator[Hit]:
+        """What of the retracted turns these messages bring back."""
+        texts, ids = {text.strip() for text in self.retracted_previews}, set(self.retracted_calls)
+        for message in said:
+            if message.text.strip() in texts:
+                yield Hit(
+                    Reason.PREVIEW_LEAKED, message.at, "retracted before", "told", whole=True, told=True
+                )
+            for at, id_ in message.calls:
+                if id_ in ids:
+                    yield Hit(Reason.CALL_UNCOMMITTED, at, "retracted before", "told", whole=True, told=True)
 
 
 class Line(msgspec.Struct):
@@ -291,7 +308,8 @@ def replay(line: Line, stage: Stage, forced: Dialect | None, tally: "Tally") -> 
     )
     answer = None
     if line.response is not None:
-        answer = _judge_response(line.response, dialect, sequence, stage)
+        declared = _declared(line, dialect, sequence, stage)
+        answer = _judge_response(line.response, dialect, sequence, stage, declared)
     asked = Asked(
         dialect.api if dialect else judged.api,
         server,
@@ -313,16 +331,37 @@ def _judge_request(
     if dialect is None:
         return None, Judgement(Verdict.UNJUDGED), f"{Reason.SURFACE_UNCOVERED}: no rules for this API yet"
     try:
-        sequence = dialect.parse_request(line.request.data(), line.request_context())
-        return sequence, judge(sequence, levels.levels(dialect.api, server)), None
+        body = line.request.data()
+        sequence = dialect.parse_request(body, line.request_context())
+        judgement = judge(sequence, levels.levels(dialect.api, server))
+        if line.context is not None and (line.context.retracted_previews or line.context.retracted_calls):
+            judgement = refused_for([*line.context.leaks(dialect.said(body))], judgement)
+        return sequence, judgement, None
     except Undecodable as error:
         return None, Judgement(Verdict.UNJUDGED), f"{error.reason}: {error}"
     except Exception as error:  # noqa: BLE001 - told and counted as unjudged, as live; the next line goes on
         return None, Judgement(Verdict.UNJUDGED), f"{Reason.INTERNAL}: {type(error).__name__}: {error}"
 
 
+_SCHEMAS: Final = Schemas()
+
+
+def _declared(
+    line: Line, dialect: Dialect | None, sequence: MessageSequence | None, stage: Stage
+) -> Declared | None:
+    """What the answer's calls may be."""
+    if dialect is None or sequence is None or sequence.setting.tools is None:
+        return None
+    tools = partial(dialect.declared_tools, line.request.data())
+    return Declared(tools, _SCHEMAS, enforced=stage is Stage.ENFORCE_SCHEMA, used_ids=sequence.call_ids)
+
+
 def _judge_response(
-    response: Response, dialect: Dialect | None, sequence: MessageSequence | None, stage: Stage
+    response: Response,
+    dialect: Dialect | None,
+    sequence: MessageSequence | None,
+    stage: Stage,
+    declared: Declared | None,
 ) -> JudgedAnswer:
     if response.status is not None and not 200 <= response.status < 300:
         return JudgedAnswer(REFUSED)
@@ -331,10 +370,10 @@ def _judge_response(
     try:
         pieces = response.pieces()
         if _is_stream(response, pieces):
-            return _judge_stream(response, pieces, dialect, sequence, stage)
+            return _judge_stream(response, pieces, dialect, sequence, stage, declared)
         if response.content_type and "json" not in response.content_type:
             return JudgedAnswer(None, Reason.SURFACE_UNCOVERED)  # a binary event stream, a page of HTML
-        return _judge_whole(response, b"".join(pieces), dialect, sequence, stage)
+        return _judge_whole(response, b"".join(pieces), dialect, sequence, stage, declared)
     except ValueError:
         return JudgedAnswer(None, Reason.BODY_UNDECODABLE)  # no base64
     except Exception:  # noqa: BLE001 - told and counted as unjudged, as live; the next line goes on
@@ -348,13 +387,18 @@ def _is_stream(response: Response, pieces: list[bytes]) -> bool:
 
 
 def _judge_stream(
-    response: Response, pieces: list[bytes], dialect: Dialect, sequence: MessageSequence, stage: Stage
+    response: Response,
+    pieces: list[bytes],
+    dialect: Dialect,
+    sequence: MessageSequence,
+    stage: Stage,
+    declared: Declared | None,
 ) -> JudgedAnswer:
     """Through the gate, piece by piece; what it lets out is what the app would have got."""
     parser = dialect.open_stream(sequence)
     gate = Gate(
         parser,
-        Assembler(sequence.choices, parser.closes_calls),
+        Assembler(sequence.choices, parser.closes_calls, declared=declared),
         holds=enforced(stage, class_of(sequence)),
         held_bytes_max=Limits().hold_bytes,
         retraction=lambda reason: dialect.stream_error(Trouble(reason, RETRACTED)),
@@ -368,13 +412,18 @@ def _judge_stream(
 
 
 def _judge_whole(
-    response: Response, body: bytes, dialect: Dialect, sequence: MessageSequence, stage: Stage
+    response: Response,
+    body: bytes,
+    dialect: Dialect,
+    sequence: MessageSequence,
+    stage: Stage,
+    declared: Declared | None,
 ) -> JudgedAnswer:
     """One JSON value, by the code that judges streams. Where calls are gated a bad one is withheld as a whole."""
     ending = ENDINGS[response.ending]
     held = enforced(stage, class_of(sequence)) and sequence.uses_tools
     try:
-        verdict = _verdict_on_whole(body, ending, dialect, sequence)
+        verdict = _verdict_on_whole(body, ending, dialect, sequence, declared)
     except Undecodable:
         if not held:
             return JudgedAnswer(None, Reason.BODY_UNDECODABLE)
@@ -385,14 +434,14 @@ def _judge_whole(
 
 
 def _verdict_on_whole(
-    body: bytes, ending: Ending, dialect: Dialect, sequence: MessageSequence
+    body: bytes, ending: Ending, dialect: Dialect, sequence: MessageSequence, declared: Declared | None
 ) -> TurnVerdict:
     """Raises Undecodable."""
     if ending is Ending.STALLED:
         return TurnVerdict(Turn.UNKNOWN, Reason.STREAM_STALLED)
     if ending is not Ending.CLEAN:
         return TurnVerdict(Turn.RETRACTED, Reason.STREAM_TRUNCATED)
-    assembler = Assembler(sequence.choices)
+    assembler = Assembler(sequence.choices, declared=declared)
     for event in dialect.parse_answer(body):
         assembler.receive(event)
     return assembler.close(ending)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turngate.adapters.registry import CHAT, DIALECTS, MESSAGES
+from turngate.validators.checks import Reason
 from turngate.validators.previews import (
     BORDERS_MAX,
     CHARACTERS_MAX,
@@ -24,7 +25,7 @@ WHOLE: Final = "".join(PIECES)
 KEY: Final = b"k" * 32
 CALL: Final = ("toolu_01AbCdEfGh", "get_weather")
 LEAKED, PART = (
-    Hit("preview.leaked", "/messages/1", "op-1", "stream.truncated", whole) for whole in (True, False)
+    Hit(Reason.PREVIEW_LEAKED, "/messages/1", "op-1", "stream.truncated", whole) for whole in (True, False)
 )
 
 
@@ -68,12 +69,12 @@ RETURNS: dict[str, tuple[list[Said], list[Hit]]] = {
     "nothing": ([], []),
     "a call that never left": (
         said("", CALL[0]),
-        [Hit("call.uncommitted", "/messages/1/0", "op-1", "stream.truncated", True)],
+        [Hit(Reason.CALL_UNCOMMITTED, "/messages/1/0", "op-1", "stream.truncated", True)],
     ),
     "another call": (said("", "toolu_other_id_1"), []),
     "text and call": (
         said(WHOLE, "x", CALL[0]),
-        [LEAKED, Hit("call.uncommitted", "/messages/1/1", "op-1", "stream.truncated", True)],
+        [LEAKED, Hit(Reason.CALL_UNCOMMITTED, "/messages/1/1", "op-1", "stream.truncated", True)],
     ),
 }
 

@@ -244,6 +244,14 @@ class MessageSequence(msgspec.Struct, frozen=True):
     names_nested: bool = False
     """A call's name stands in an object of its own on this wire, for pointers."""
 
+    def call_ids(self) -> set[str]:
+        """The ids of the client tools' calls that are in here."""
+        return {
+            block.call_id
+            for block in self.blocks
+            if block.kind is Kind.TOOL_CALL and block.call_id is not None
+        }
+
 
 class Edge(msgspec.Struct, eq=False, gc=False):
     """A client's tool call and the result that answers it, if one stands in its place."""

@@ -4,14 +4,18 @@ While an answer runs, a `Preview` collects the text that the app is shown. If th
 is kept as keyed digests: of the text at each border of a delta (an app that kept what it had at some moment has just
 that), and of the ids of the calls that never left. Nobody can read a text from them.
 
-A partial answer may be kept on purpose: hits are reported, nothing is refused for them.
+A partial answer may be kept on purpose: hits are reported. Only where the app was told to drop the turn, and all of it
+comes back, may a scope refuse for them (`refused_for`).
 """
 
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
+
+from turngate.validators.checks import Level, Reason
+from turngate.validators.rules import Finding, Judgement, Verdict
 
 CHARACTERS_MIN: Final = 24
 """Shorter texts are said again and again ("Let me look that up."): to meet one twice says nothing. Among longer ones,
@@ -85,13 +89,29 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Something retracted that has come back. `whole`: all that had been shown, not only a beginning."""
+    """Something retracted that has come back. `whole`: all that had been shown, not only a beginning; `told`: its app
+    had been told, by an error, that the turn is broken."""
 
-    reason: Literal["preview.leaked", "call.uncommitted"]
+    reason: Reason
     at: str
     operation: str
     cause: str
     whole: bool
+    told: bool = False
+
+    def finding(self) -> Finding:
+        """What its sender reads."""
+        if self.reason is Reason.CALL_UNCOMMITTED:
+            what, remedy = "this tool call never left its turn", "Drop the call and its result."
+        else:
+            what, remedy = "this text was shown before its turn broke", "Drop the message."
+        return Finding(self.reason, Level.HARD, self.at, f"{what} ({self.operation}, {self.cause}).", remedy)
+
+
+def refused_for(hits: Sequence[Hit], judgement: Judgement) -> Judgement:
+    """The judgement where integrity is enforced."""
+    findings = [hit.finding() for hit in hits if hit.told and hit.whole]
+    return Judgement(Verdict.ILLEGAL, (*findings, *judgement.findings)) if findings else judgement
 
 
 @dataclass(slots=True)
@@ -103,6 +123,7 @@ class _Mark:
     at_s: float
     texts: dict[bytes, bool]
     calls: frozenset[bytes]
+    told: bool
 
 
 @dataclass(slots=True)
@@ -133,14 +154,16 @@ class Marks:
         cause: str,
         preview: Preview | None,
         calls: Iterable[tuple[str, str]] = (),
+        *,
+        told: bool = False,
     ) -> None:
-        """Remember a retracted turn; `calls` are (id, tool name) of its calls, none of which left."""
+        """Remember a retracted turn; `calls` are (id, tool name) of its calls, none of which left; `told` as in `Hit`."""
         texts = self._texts(preview) if preview is not None else {}
         ids = frozenset(self._digest(id_) for id_, name in calls if _is_drawn(id_, name))
         if not texts and not ids:
             return
         self._forget_old()
-        mark = _Mark(operation, cause, self.now_s(), texts, ids)
+        mark = _Mark(operation, cause, self.now_s(), texts, ids, told)
         self._turns[owner, operation] = mark
         self._owners.setdefault(owner, {})[operation] = mark
         while len(self._turns) > self.turns_max:
@@ -173,10 +196,12 @@ class Marks:
             for mark in reversed(marks.values()):
                 if digest in mark.texts:
                     whole = mark.texts[digest]
-                    hits.append(Hit("preview.leaked", message.at, mark.operation, mark.cause, whole))
+                    hits.append(
+                        Hit(Reason.PREVIEW_LEAKED, message.at, mark.operation, mark.cause, whole, mark.told)
+                    )
                     break  # the latest turn that said so
             hits += [
-                Hit("call.uncommitted", at, mark.operation, mark.cause, True)
+                Hit(Reason.CALL_UNCOMMITTED, at, mark.operation, mark.cause, True, mark.told)
                 for at, id_ in ids
                 for mark in marks.values()
                 if id_ in mark.calls
