@@ -18,7 +18,7 @@ from turngate.adapters import levels, registry
 from turngate.adapters.dialect import Dialect, Trouble, Undecodable, context_of
 from turngate.proxy import wire
 from turngate.proxy.app_side import App, AppGone
-from turngate.proxy.config import Settings
+from turngate.proxy.config import Policy, Settings
 from turngate.proxy.judging import Judge, Judged
 from turngate.proxy.ledger_sqlite import ClaimConflict, Ledger, LedgerDown
 from turngate.proxy.owners import owner_of
@@ -32,7 +32,7 @@ from turngate.telemetry.events import AnyEvent, shown_model
 from turngate.validators.gate import HoldBudget
 from turngate.validators.graph import MessageSequence
 from turngate.validators.ledger import OPEN, Dispatch, End, State, may_release
-from turngate.validators.previews import Marks
+from turngate.validators.previews import Hit, Marks, refused_for
 from turngate.validators.rules import Judgement, Reason, Verdict
 from turngate.validators.schemas import Declared, Schemas
 from turngate.validators.stream import Ending, Finish, Turn, TurnVerdict
@@ -73,6 +73,7 @@ class Exchange:
         "app",
         "digest",
         "dispatch",
+        "leaks",
         "link",
         "owner",
         "record",
@@ -80,6 +81,7 @@ class Exchange:
         "route",
         "sequence",
         "services",
+        "unread",
     )
 
     def __init__(self, services: Services, app: App) -> None:
@@ -92,7 +94,9 @@ class Exchange:
         self.link: Link | None = None
         self.sequence: MessageSequence | None = None
         self.digest = b""
-        self.owner = ""
+        self.owner: str | None = None
+        self.leaks: list[Hit] = []
+        self.unread = Reason.INTERNAL
         self._connecting: asyncio.Task[object] | None = None
         self.dispatch: Dispatch | None = None
         settings = services.settings
@@ -210,7 +214,10 @@ class Exchange:
         if body is None:
             self.record.unjudged(Reason.LIMIT_BODY)
             self.record.stage = self.services.ladder.stage(route.target.name, "")
-            await self._send_large(route, kept)
+            if not self._refused_unjudged(
+                route, 413, Reason.LIMIT_BODY, "the body is larger than limits.body_bytes"
+            ):
+                await self._send_large(route, kept)
             return
         self.record.request_bytes = len(body)
         if route.by_model:
@@ -221,7 +228,10 @@ class Exchange:
         judgement = self._judge(route, dialect, body)
         action = Action.PASS
         if self.sequence is not None:
+            judgement = self._held_to_integrity(route, dialect, body, judgement)
             action = decide(self.record.stage, class_of(self.sequence), judgement.verdict)
+        elif self._refused_unjudged(route, 400, self.unread, "the body cannot be read in one way only"):
+            return
         if action is Action.REFUSE and self.sequence is not None:
             self._refuse(route, dialect, judgement)
         else:
@@ -246,6 +256,7 @@ class Exchange:
                 self._expect(dialect, body, judged.sequence)
             return judgement
         except Undecodable as error:
+            self.unread = error.reason
             record.unjudged(error.reason)
         except Exception as error:  # noqa: BLE001 - a rule that fails must not stop the request it looks at
             record.failed("judge", error)
@@ -270,6 +281,34 @@ class Exchange:
         record.findings(judgement.findings, decide(record.stage, request_class, judgement.verdict))
         return judgement
 
+    def _policy(self, route: Route) -> Policy:
+        model = self.sequence.model if self.sequence is not None else ""
+        return self.services.settings.policy(route.target.name, model, self.app.head.headers)
+
+    def _refused_unjudged(self, route: Route, status: int, reason: Reason, what: str) -> bool:
+        """Refuse what could not be judged, where the scope says so."""
+        if self.record.stage.rank <= Stage.OBSERVE.rank or self._policy(route).uncovered == "pass":
+            return False
+        self.record.went_wrong("refused", "policy_unjudged")
+        self.reply.fail(status, reason, f"{what}; nothing was sent")
+        return True
+
+    def _held_to_integrity(
+        self, route: Route, dialect: Dialect, body: bytes, judgement: Judgement
+    ) -> Judgement:
+        """The judgement with what only the ledger knows, where the scope enforces that."""
+        if not self.reply.enforced or self._policy(route).integrity == "report":
+            return judgement
+        self._look_back(dialect, body)
+        held = refused_for(self.leaks, judgement)
+        if held is not judgement:
+            told_before = self.record.reasons
+            added = held.findings[: len(held.findings) - len(judgement.findings)]
+            self.record.verdict = held.verdict
+            self.record.findings(added, Action.REFUSE)
+            self.record.reasons += told_before
+        return held
+
     def _expect(self, dialect: Dialect, body: bytes, sequence: MessageSequence) -> None:
         """What the answer's calls may be, and whether what was held of them may go."""
         if sequence.setting.tools is not None:
@@ -286,11 +325,14 @@ class Exchange:
         """Does the request bring back what was retracted? Slow, so it is behind the sending, and rare."""
         services, record = self.services, self.record
         head = self.app.head
+        if self.owner is not None:
+            return  # where integrity is enforced it has been looked at before the sending
         self.owner = owner_of(head.headers, head.names, services.digest_key)
         if self.owner not in services.marks:
             return
         try:
-            for hit in services.marks.find(self.owner, dialect.said(body)):
+            self.leaks = services.marks.find(self.owner, dialect.said(body))
+            for hit in self.leaks:
                 record.leaked(hit)
         except Exception as error:  # noqa: BLE001 - counted; the request has been sent
             record.failed("previews", error)
@@ -366,6 +408,11 @@ class Exchange:
             await claim
         except LedgerDown as error:
             self.record.failed("ledger.claim", error)
+            if self.route is not None and self._policy(self.route).ledger_down == "refuse":
+                self.dispatch = None
+                self.record.went_wrong("refused", "turngate_ledger_down")
+                self.reply.fail(503, Reason.INTERNAL, "the ledger is down; nothing was sent", retry=True)
+                return False
             self.reply.enforced = self.record.enforced = False
             if self.dispatch is not None:
                 self.services.ledger.record(self.dispatch)
@@ -544,11 +591,12 @@ class Exchange:
         """Keep what of a retracted turn may come back as history; take off what this turn says in its own right."""
         marks, calls = self.services.marks, self.reply.withheld_calls
         preview = self.reply.preview
+        if self.owner is None:
+            return  # the request never left
         if verdict.turn in (Turn.RETRACTED, Turn.UNKNOWN):
             cause = verdict.reason or Reason.INTERNAL
-            marks.add(
-                self.owner, self.record.operation, cause, preview, [(call.id, call.name) for call in calls]
-            )
+            named = [(call.id, call.name) for call in calls]
+            marks.add(self.owner, self.record.operation, cause, preview, named, told=self.reply.enforced)
         elif verdict.turn is Turn.COMMITTED and self.owner in marks:
             text = preview.text() if preview is not None else ""
             marks.committed(self.owner, text, [call.id for call in verdict.calls])

@@ -526,7 +526,9 @@ class Reply:
         )
 
     def answer(self, answer: Answer, reason: Reason) -> None:
-        """Answer in the provider's stead, with the marks that say so."""
+        """Answer in the provider's stead, with the marks that say so. Only the first word counts."""
+        if self.started:
+            return
         self.started = True
         self._record.status = answer.status
         self.keep_alive = self.keep_alive and self._app.at_end

@@ -290,12 +290,18 @@ async def test_calls_of_a_turn_that_another_one_is_already_are_withheld(
 # What was retracted
 
 
-async def test_a_preview_that_comes_back_is_recognised_for_its_owner_alone(tmp_path: Path) -> None:
-    async def cut(writer: asyncio.StreamWriter) -> None:
-        writer.write(STARTED + pieces(frame(LONG_TEXT[:20]), frame(LONG_TEXT[20:]), call("{}")[0]))
-        writer.close()
+FINE: Final = (frame("All right."), frame(None, "stop"), DONE)
+AGAIN: Final = {"role": "user", "content": "Again."}
 
-    fine = whole(frame("All right."), frame(None, "stop"), DONE)
+
+async def cut(writer: asyncio.StreamWriter) -> None:
+    """Text, and half a call."""
+    writer.write(STARTED + pieces(frame(LONG_TEXT[:20]), frame(LONG_TEXT[20:]), call("{}")[0]))
+    writer.close()
+
+
+async def test_a_preview_that_comes_back_is_recognised_for_its_owner_alone(tmp_path: Path) -> None:
+    fine = whole(*FINE)
     leak = {"role": "assistant", "content": LONG_TEXT}
     ran = {
         "role": "assistant",
@@ -304,7 +310,6 @@ async def test_a_preview_that_comes_back_is_recognised_for_its_owner_alone(tmp_p
         ],
     }
     result = {"role": "tool", "tool_call_id": "call_9k2m4x7q", "content": "1"}
-    again = {"role": "user", "content": "Again."}
     async with (
         provider(cut, fine, fine, fine) as url,
         in_loop(tmp_path, {"openai": url}, stage="enforce-tools") as sidecar,
@@ -313,7 +318,7 @@ async def test_a_preview_that_comes_back_is_recognised_for_its_owner_alone(tmp_p
         assert LONG_TEXT[20:].encode() in broken
         assert b'"error"' in broken
         for key in (b"b", b"a"):
-            assert b"All right." in await answered(sidecar, ask(leak, again, key=key))
+            assert b"All right." in await answered(sidecar, ask(leak, AGAIN, key=key))
         assert b"All right." in await answered(sidecar, ask(ran, result))
     found = evidence(
         tmp_path,
@@ -324,3 +329,85 @@ async def test_a_preview_that_comes_back_is_recognised_for_its_owner_alone(tmp_p
         ("preview.leaked", "/messages/1", True, "stream.truncated", True),
         ("call.uncommitted", "/messages/1/tool_calls/0", True, "stream.truncated", True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        (LONG_TEXT, True),
+        (LONG_TEXT[:20] + LONG_TEXT[20:30], False),
+        ("Something else, as long as that was.", False),
+    ],
+    ids=["all of it", "a part", "another text"],
+)
+async def test_a_scope_may_refuse_what_its_app_was_told_to_drop(
+    tmp_path: Path, said: str, refused: bool
+) -> None:
+    leak = {"role": "assistant", "content": said}
+    scopes = [{"stage": "enforce-tools", "integrity": "enforce"}]
+    async with (
+        provider(cut, whole(*FINE)) as url,
+        in_loop(tmp_path, {"openai": url}, scopes=scopes) as sidecar,
+    ):
+        assert b'"error"' in await answered(sidecar, ask())
+        got = await answered(sidecar, ask(leak, AGAIN))
+    if refused:
+        error = json.loads(got)["error"]
+        assert (error["code"], error["param"]) == ("preview.leaked", "/messages/1")
+    else:
+        assert got == b"".join(FINE)
+    found = evidence(tmp_path, "SELECT reason, action FROM finding_made")
+    assert found == ([("preview.leaked", "rejected")] if refused else [])
+
+
+# What cannot be judged or written down
+
+UNREADABLE: Final = b'{"model": "m", "model": "n", "messages": []}'
+
+
+@pytest.mark.parametrize("uncovered", ["pass", "refuse"])
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        (UNREADABLE, b"400", "body.ambiguous"),
+        (b"{", b"400", "body.undecodable"),
+        (json.dumps({"messages": "x" * 3000}).encode(), b"413", "limit.body"),
+    ],
+    ids=["ambiguous", "undecodable", "large"],
+)
+async def test_a_scope_may_refuse_what_cannot_be_judged(
+    tmp_path: Path, uncovered: str, body: bytes, status: bytes, reason: str
+) -> None:
+    scopes = [{"stage": "enforce-tools", "uncovered": uncovered}]
+    async with (
+        provider(whole(*FINE)) as url,
+        in_loop(tmp_path, {"openai": url}, scopes=scopes, limits={"body_bytes": 2000}) as sidecar,
+        app(sidecar.url) as (reader, writer),
+    ):
+        writer.write(sized(CHAT, body))
+        got = await read_message(reader, method=b"POST")
+    if uncovered == "pass":
+        assert got.body == b"".join(FINE)
+    else:
+        assert got.first.split()[1] == status
+        assert json.loads(got.body)["error"]["code"] == reason
+
+
+@pytest.mark.parametrize("ledger_down", ["degrade", "refuse"])
+async def test_a_scope_may_refuse_what_the_ledger_cannot_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ledger_down: str
+) -> None:
+    scopes = [{"stage": "enforce-tools", "ledger_down": ledger_down}]
+    async with (
+        provider(whole(*FINE)) as url,
+        in_loop(tmp_path, {"openai": url}, scopes=scopes) as sidecar,
+        app(sidecar.url) as (reader, writer),
+    ):
+        await sidecar.proxy.ledger.close()
+        writer.write(ask())
+        got = await read_message(reader, method=b"POST")
+    if ledger_down == "degrade":
+        assert got.body == b"".join(FINE)
+    else:
+        assert got.first.split()[1] == b"503"
+        assert got.get(b"x-turngate-reason") == b"internal"
