@@ -728,7 +728,7 @@ class MessagesStream:
     irregular in the numbers around a call ends the turn; around text it is only noted.
     """
 
-    __slots__ = ("_blocks", "_calls", "_framer", "_known", "_open")
+    __slots__ = ("_blocks", "_calls", "_framer", "_known", "_open", "_others")
 
     closes_calls: Literal[True] = True
 
@@ -738,6 +738,7 @@ class MessagesStream:
         self._calls = 0
         self._open: dict[int, int | None] = {}  # index of each open block -> number of the client call in it
         self._known: dict[int, str] = {}  # index -> id of the client call that was ever there
+        self._others: set[int] = set()  # indexes whose latest block is no client call
 
     @property
     def pending(self) -> bytes:
@@ -800,7 +801,10 @@ class MessagesStream:
             yield Irregular(Reason.STREAM_OUT_OF_ORDER)  # the SDKs raise on it by themselves, or do not mind
         self._blocks = max(self._blocks, index) + 1
         self._open[index] = None
-        if is_call:
+        if not is_call:
+            self._others.add(index)
+        else:
+            self._others.discard(index)
             self._open[index] = self._calls
             self._known[index] = block.id or ""
             yield CallOpened(self._calls, 0, block.id or "", block.name or "")
@@ -817,11 +821,12 @@ class MessagesStream:
     def _delta(self, index: int, delta: _Delta) -> Iterator[StreamEvent]:
         if delta.partial_json is not None:
             if index not in self._open:
-                # A call whose beginning was lost, or a piece behind its end. One that says nothing changes nothing.
-                behind = index in self._known
+                # A call whose beginning was lost, or a piece behind its end. One that says nothing changes nothing,
+                # and what belongs to a server's own tool is run by nobody here.
+                behind = index in self._known or index in self._others
                 yield Irregular(
                     Reason.STREAM_AFTER_STOP if behind else Reason.STREAM_OUT_OF_ORDER,
-                    fatal=bool(delta.partial_json),
+                    fatal=bool(delta.partial_json) and index not in self._others,
                 )
             elif (call := self._open[index]) is not None:
                 yield CallDelta(call, delta.partial_json)
