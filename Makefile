@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LIMIT ?= 2000
 AGENTS := tests/clients/node_modules/.installed
 # Recorded traffic and cases for tests and benchmarks; `make run` must not see it, it is no setting.
-test bench crash clients: export TURNGATE_SHARED ?= $(abspath ../shared)
+test bench crash torture clients: export TURNGATE_SHARED ?= $(abspath ../shared)
 
-.PHONY: help setup demo run test lint bench crash clients sdks build lock clean
+.PHONY: help setup demo run test lint bench crash torture clients sdks build lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -42,6 +43,9 @@ bench: setup ## side by side with other proxies (reads ../shared/bench)
 
 crash: setup ## 100 kill -9 of proxy and observer under load
 	CRASHES=100 $(BIN)/python -m pytest tests/test_crash.py --timeout 3600
+
+torture: setup ## recorded answers broken in every way, LIMIT variants of each (reads ../shared/traffic)
+	$(BIN)/turngate torture $(TURNGATE_SHARED)/traffic/dev.jsonl.gz --limit $(LIMIT)
 
 clients: setup $(AGENTS) ## coding agents from npm through the sidecar (needs Node.js; 1.2 GB)
 	CLIENTS=1 $(BIN)/python -m pytest tests/clients
