@@ -42,6 +42,7 @@ from turngate.validators.graph import (
 from turngate.validators.previews import Said
 from turngate.validators.schemas import Tools
 from turngate.validators.stream import (
+    ERROR_BYTES_MAX,
     CallClosed,
     CallDelta,
     CallOpened,
@@ -881,4 +882,4 @@ def _second_reading(data: bytes) -> _Event | None:
 
 
 def _shown(error: msgspec.Raw) -> str:
-    return bytes(error)[:200].decode(errors="replace")
+    return bytes(error)[:ERROR_BYTES_MAX].decode(errors="replace")

@@ -43,6 +43,7 @@ from turngate.validators.graph import (
 from turngate.validators.previews import Said
 from turngate.validators.schemas import Tools
 from turngate.validators.stream import (
+    ERROR_BYTES_MAX,
     CallDelta,
     CallDisplaced,
     CallNamed,
@@ -992,4 +993,4 @@ def _unreadable(data: bytes, error: Exception) -> tuple[StreamEvent, ...]:
 
 def _shown(error: msgspec.Raw) -> str:
     """The provider's words, bounded: they go to metrics' events as a cause, never as a label."""
-    return bytes(error)[:200].decode(errors="replace")
+    return bytes(error)[:ERROR_BYTES_MAX].decode(errors="replace")

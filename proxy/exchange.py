@@ -15,6 +15,7 @@ from hashlib import blake2b, sha256
 from typing import Final
 
 from turngate.adapters import levels, registry
+from turngate.adapters.clients import client_family
 from turngate.adapters.dialect import Dialect, Trouble, Undecodable, context_of
 from turngate.proxy import wire
 from turngate.proxy.app_side import App, AppGone
@@ -159,6 +160,7 @@ class Exchange:
             return
         self.record.api = route.dialect.api
         self.record.server = route.target.server
+        self.record.client = client_family(self.app.head.headers)
         self.record.traceparent = traceparent_of(self.app.head.headers)
         self.reply.dialect = route.dialect
         stages = self.services.ladder.possible(route.target.name)
@@ -564,6 +566,7 @@ class Exchange:
         record = self.record
         if self.link is not None:
             self.link.release()
+        self.reply.read_failure()
         verdict = self.reply.verdict
         ended_well = verdict is not None and verdict.turn in ENDED_WELL
         if self.app.gone and not ended_well:
@@ -583,9 +586,7 @@ class Exchange:
             self._remember(verdict)
         assembler = self.reply.assembler
         finish = verdict.finish.value if verdict is not None and verdict.finish is not None else ""
-        record.ended(
-            self.sequence, self.app.written_bytes, assembler.model if assembler is not None else "", finish
-        )
+        record.ended(self.sequence, self.app.written_bytes, assembler, finish)
 
     def _remember(self, verdict: TurnVerdict) -> None:
         """Keep what of a retracted turn may come back as history; take off what this turn says in its own right."""

@@ -6,13 +6,14 @@ from typing import Final, Literal
 
 import msgspec
 
+from turngate.adapters.answers import Answered
 from turngate.proxy.rollout import Action, Stage
 from turngate.telemetry import events
-from turngate.telemetry.events import AnyEvent, Outcome, Witness, shown_model
+from turngate.telemetry.events import AnyEvent, Outcome, ProviderClass, Witness, shown_model
 from turngate.validators.graph import MessageSequence
 from turngate.validators.previews import Hit
 from turngate.validators.rules import Finding, Level, Reason, Verdict
-from turngate.validators.stream import Turn, TurnVerdict
+from turngate.validators.stream import Assembler, Turn, TurnVerdict
 
 ACTION_WORDS: Final[dict[Action, Literal["rejected", "would_reject", "reported"]]] = {
     Action.REFUSE: "rejected",
@@ -47,6 +48,9 @@ class Record(msgspec.Struct):
     traceparent: str = ""
     hold_s: float = 0.0
     hold_bytes: int = 0
+    client: str = ""
+    provider: ProviderClass = ""
+    provider_reason: str = ""
     _held_since_s: float | None = None
 
     def findings(self, findings: tuple[Finding, ...], action: Action) -> None:
@@ -128,6 +132,10 @@ class Record(msgspec.Struct):
             )
         )
 
+    def answered(self, answered: Answered) -> None:
+        """What the provider's answer says about the request; the latest word counts."""
+        self.provider, self.provider_reason = answered.kind, answered.reason or ""
+
     def leaked(self, hit: Hit) -> None:
         """The request brings back what was retracted."""
         self.emit(
@@ -171,9 +179,13 @@ class Record(msgspec.Struct):
         )
 
     def ended(
-        self, sequence: MessageSequence | None, response_bytes: int, answered_model: str, finish: str
+        self,
+        sequence: MessageSequence | None,
+        response_bytes: int,
+        assembler: Assembler | None,
+        finish: str,
     ) -> None:
-        """The exchange is over."""
+        """The exchange is over. `assembler` has the answer, where one was read."""
         self.emit(
             events.ExchangeEnded(
                 at_s=self.wall(),
@@ -196,7 +208,12 @@ class Record(msgspec.Struct):
                 total_s=self.monotonic() - self.started_s,
                 server=self.server,
                 reasons=self.reasons,
-                answered_model=shown_model(answered_model),
+                client=self.client,
+                provider=self.provider,
+                provider_reason=self.provider_reason,
+                input_tokens=assembler.input_tokens if assembler is not None else -1,
+                output_tokens=assembler.output_tokens if assembler is not None else -1,
+                answered_model=shown_model(assembler.model) if assembler is not None else "",
                 finish=finish,
                 hold_s=self.hold_s,
                 request_class=self.request_class,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from turngate.adapters import coding, sse
+from turngate.adapters import answers, coding, sse
 from turngate.adapters.dialect import Answer, Dialect, Trouble, Undecodable
 from turngate.adapters.registry import CHAT
 from turngate.proxy import wire
@@ -166,6 +166,7 @@ class Reply:
     async def receive(self, link: Link, head: Head) -> None:
         """Take the answer behind its head and give the app what may pass."""
         if self.dialect is not None and self.sequence is not None and 200 <= head.status < 300:
+            self._record.answered(answers.ACCEPTED)
             plain = _encoding(head) == b"identity"
             self._witnesses = Witnesses(self.dialect.api, plain=plain, failed=self._record.failed)
             self._app.told = self._witnesses.told
@@ -173,7 +174,7 @@ class Reply:
             await self._pass(link, head)
         elif not 200 <= head.status < 300:
             self._record.went_wrong("provider_error", _error_type(head.status))
-            await self._pass(link, head)
+            await self._pass_error(link, head)
         elif (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
             await self._pass_stream(link, head, self.sequence, self.dialect)
         elif self.enforced and class_of(self.sequence) is RequestClass.TOOLS:
@@ -417,6 +418,30 @@ class Reply:
             self._gate.finish(ending)
         except Exception as error:  # noqa: BLE001 - what is only watched goes on whatever breaks here
             self._record.failed("gate", error)
+
+    # What the provider says of the request
+
+    async def _pass_error(self, link: Link, head: Head) -> None:
+        """Passed as it comes; then read, for it may be about the sequence."""
+        kept = Kept(answers.BODY_MAX)
+        await self._pass(link, head, _Watch(kept.add, None, 0))
+        encoding, body = _encoding(head), b"".join(kept.parts)
+        try:
+            if encoding != b"identity" and (decoder := coding.open_decoder(encoding)) is not None:
+                body = decoder.feed(body)
+            self._record.answered(answers.classify(self._record.api, self._record.server, head.status, body))
+        except coding.CodingError as error:
+            self._record.failed("coding", error)
+        except Exception as error:  # noqa: BLE001 - counted; the answer has been passed on
+            self._record.failed("classify", error)
+
+    def read_failure(self) -> None:
+        """An error with status 200, in the place of the answer, is a refusal all the same."""
+        assembler = self.assembler
+        if assembler is None or not assembler.failure or assembler.text_characters or assembler.calls:
+            return
+        error = assembler.failure.encode(errors="replace")
+        self._record.answered(answers.classify_error_event(self._record.api, self._record.server, error))
 
     # Whole JSON answers
 

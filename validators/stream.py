@@ -95,8 +95,12 @@ class TurnEnded(_Happened, frozen=True, gc=False):
     """The terminal event of the answer."""
 
 
+ERROR_BYTES_MAX: Final = 4096
+"""What is kept of a provider's error."""
+
+
 class ProviderFailed(_Happened, frozen=True, gc=False):
-    """The provider reported an error inside the stream. `malformed_call`: it could not read its model's own call."""
+    """The provider reported an error inside the stream: its JSON text, up to `ERROR_BYTES_MAX`. `malformed_call`: it could not read its model's own call."""
 
     message: str
     malformed_call: bool = False
@@ -245,6 +249,8 @@ class Assembler:
     finishes: dict[int, ChoiceFinished] = field(default_factory=dict)
     ended: bool = False
     fault: Reason | None = None
+    failure: str = ""
+    """The provider's own error, as it said it."""
     declared: Declared | None = None
     anomalies: list[Reason] = field(default_factory=list)
     input_tokens: int = -1
@@ -282,7 +288,8 @@ class Assembler:
             case UsageReported(input_tokens, output_tokens):
                 self.input_tokens = input_tokens if input_tokens >= 0 else self.input_tokens
                 self.output_tokens = output_tokens if output_tokens >= 0 else self.output_tokens
-            case ProviderFailed(_, malformed_call):
+            case ProviderFailed(message, malformed_call):
+                self.failure = self.failure or message
                 self._fail(Reason.STREAM_MALFORMED_CALL if malformed_call else Reason.STREAM_ERROR_EVENT)
             case EndedEarly():
                 self._fail(Reason.STREAM_NO_STOP)
