@@ -3,6 +3,7 @@
 import sys
 import time
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -69,19 +70,21 @@ def serve(
     Point the app at it with OPENAI_BASE_URL=http://127.0.0.1:8787/v1 or ANTHROPIC_BASE_URL=http://127.0.0.1:8787.
     SIGTERM and Ctrl-C drain: open answers may end first; a second one ends them.
     """
-    settings = _settings(
-        config_file,
-        listen=listen,
-        metrics=metrics,
-        admin=admin,
-        data_dir=data_dir,
-        stage=stage,
-        upstreams=_upstreams(upstream or []) or None,
-        allow_remote=allow_remote,
-    )
+    flags = {
+        "listen": listen,
+        "metrics": metrics,
+        "admin": admin,
+        "data_dir": data_dir,
+        "stage": stage,
+        "upstreams": _upstreams(upstream or []) or None,
+        "allow_remote": allow_remote,
+    }
+    settings = _settings(config_file, **flags)
+    path = config.file_of(config_file)
+    source = server.Source(path, partial(config.load, path, **flags)) if path.is_file() else None
     try:
         listening = server.Listening.bind(settings)
-        uvloop.run(server.serve(settings, listening, _announce))
+        uvloop.run(server.serve(settings, listening, _announce, source))
     except server.StartError as error:
         _fail(str(error), 1)
 

@@ -143,14 +143,15 @@ class Tls(_Section):
 
 
 class Match(_Section):
-    """What a scope covers: an upstream by name, models by pattern (`gpt-*`). Empty covers all."""
+    """What a scope covers: an upstream, models and values of headers, by pattern (`gpt-*`). Empty covers all."""
 
     upstream: str = "*"
     model: str = "*"
+    header: Annotated[dict[str, str], AfterValidator(_headers)] = Field(default_factory=dict)
 
     @property
     def covered(self) -> rollout.Scope:
-        return rollout.Scope(self.upstream, self.model)
+        return rollout.Scope(self.upstream, self.model, tuple(sorted(self.header.items())))
 
 
 class Policy(_Section):
@@ -171,6 +172,8 @@ class Scope(Policy):
 
     match: Match = Match()
     stage: StageField
+    percent: int = Field(default=100, ge=0, le=100)
+    """Of the conversations; the others go on to the next scope that matches."""
 
 
 class Limits(_Section):
@@ -243,6 +246,10 @@ class Settings(BaseSettings):
     stage: StageField = Stage.OBSERVE
     """The stage of everything that no scope covers."""
     scopes: tuple[Scope, ...] = ()
+    conversation_from: str = ""
+    """The header by which an app names its conversation; empty: a conversation is known by its first user message."""
+    owner_from: str = ""
+    """The header that tells apart whose requests these are; empty: the credential does."""
     upstreams: dict[str, Upstream] = Field(default_factory=dict)
     default_upstream: str = ""
     drain_s: float = Field(default=25.0, ge=0)
@@ -283,16 +290,27 @@ class Settings(BaseSettings):
                 return scope
         return Policy()
 
-    def ladder(self) -> Ladder:
+    def ladder(self, key: bytes = b"") -> Ladder:
         """The stages as set; orders to the running proxy come on top."""
-        rungs = [Rung(scope.match.upstream, scope.match.model, scope.stage) for scope in self.scopes]
-        return Ladder(rungs, self.stage)
+        return Ladder(self.rungs(), self.stage, sticky_header=self.conversation_from, key=key)
+
+    def rungs(self) -> tuple[Rung, ...]:
+        """The scopes as rungs of the ladder."""
+        covered = [(scope.match.covered, scope) for scope in self.scopes]
+        return tuple(
+            [Rung(of.upstream, of.model, scope.stage, of.header, scope.percent) for of, scope in covered]
+        )
+
+
+def file_of(config: Path | None) -> Path:
+    """The settings file that is read, if it is there."""
+    return config or Path(os.environ.get(CONFIG_VARIABLE) or "turngate.yaml")
 
 
 def load(config: Path | None = None, **flags: object) -> Settings:
     """Read all sources. Flags that are None were not given. Raises SettingsError."""
-    named = config or (Path(os.environ[CONFIG_VARIABLE]) if os.environ.get(CONFIG_VARIABLE) else None)
-    path = named or Path("turngate.yaml")
+    path = file_of(config)
+    named = path if config or os.environ.get(CONFIG_VARIABLE) else None
     if named is not None and not named.is_file():
         raise SettingsError(f"cannot read settings from {named}: there is no such file")
 

@@ -25,7 +25,7 @@ from turngate.proxy.ledger_sqlite import ClaimConflict, Ledger, LedgerDown
 from turngate.proxy.owners import owner_of
 from turngate.proxy.record import Record, traceparent_of
 from turngate.proxy.reply import ENDED_WELL, Kept, Reply, class_of
-from turngate.proxy.rollout import Action, Ladder, Stage, decide, enforced
+from turngate.proxy.rollout import Action, Ladder, Stage, decide, enforced, first_turn
 from turngate.proxy.routes import NoRoute, Route, Routes
 from turngate.proxy.upstream import Broken, Head, Link, Pool, Unreachable
 from turngate.proxy.wire import Framing
@@ -163,7 +163,7 @@ class Exchange:
         self.record.client = client_family(self.app.head.headers)
         self.record.traceparent = traceparent_of(self.app.head.headers)
         self.reply.dialect = route.dialect
-        stages = self.services.ladder.possible(route.target.name)
+        stages = self.services.ladder.possible(route.target.name, self.app.head.headers)
         if stages == {Stage.OFF} and not route.by_model:
             await self._relay(route)
         elif stages <= {Stage.OFF, Stage.OBSERVE} and not route.by_model:
@@ -175,7 +175,7 @@ class Exchange:
         """Generation that no dialect reads yet is relayed like everything else, but not silently."""
         head = self.app.head
         surface = registry.uncovered(head.method, route.path.partition("?")[0], upgrades=head.upgrades)
-        if surface and self.services.ladder.possible(route.target.name) != {Stage.OFF}:
+        if surface and self.services.ladder.possible(route.target.name, head.headers) != {Stage.OFF}:
             self.record.api = surface
             self.record.unjudged(Reason.SURFACE_UNCOVERED)
 
@@ -215,7 +215,7 @@ class Exchange:
         body = kept.whole()
         if body is None:
             self.record.unjudged(Reason.LIMIT_BODY)
-            self.record.stage = self.services.ladder.stage(route.target.name, "")
+            self.record.stage = self._stage(route, "", b"")
             if not self._refused_unjudged(
                 route, 413, Reason.LIMIT_BODY, "the body is larger than limits.body_bytes"
             ):
@@ -253,7 +253,7 @@ class Exchange:
                 context_of(self.app.head.headers),
             )
             record.judge_s = services.monotonic() - began
-            judgement = self._judged(route, judged)
+            judgement = self._judged(route, judged, body)
             if self.reply.enforced or record.stage is not Stage.OFF:
                 self._expect(dialect, body, judged.sequence)
             return judgement
@@ -264,14 +264,20 @@ class Exchange:
             record.failed("judge", error)
             record.unjudged(Reason.INTERNAL)
         # It passes; where requests are enforced the ledger has to know of it all the same.
-        record.stage = services.ladder.stage(route.target.name, "")
+        record.stage = self._stage(route, "", body)
         self.digest = sha256(body).digest()
         return Judgement(Verdict.UNJUDGED)
 
-    def _judged(self, route: Route, judged: Judged) -> Judgement:
+    def _stage(self, route: Route, model: str, body: bytes) -> Stage:
+        """The stage that is in force for this request now."""
+        return self.services.ladder.stage(
+            route.target.name, model, self.app.head.headers, lambda: first_turn(body)
+        )
+
+    def _judged(self, route: Route, judged: Judged, body: bytes) -> Judgement:
         """Take over what was found out about the request, and the stage it is under."""
         record, sequence, judgement = self.record, judged.sequence, judged.judgement
-        record.stage = self.services.ladder.stage(route.target.name, sequence.model)
+        record.stage = self._stage(route, sequence.model, body)
         if record.stage is Stage.OFF:
             return Judgement(Verdict.UNJUDGED)
         record.verdict = judgement.verdict
@@ -329,7 +335,8 @@ class Exchange:
         head = self.app.head
         if self.owner is not None:
             return  # where integrity is enforced it has been looked at before the sending
-        self.owner = owner_of(head.headers, head.names, services.digest_key)
+        owner_from = services.settings.owner_from.lower().encode()
+        self.owner = owner_of(head.headers, head.names, services.digest_key, owner_from)
         if self.owner not in services.marks:
             return
         try:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,8 +21,12 @@ import msgspec
 from aiohttp import web
 
 from turngate import __version__
-from turngate.proxy.admin import Status, admin_app
+from turngate.proxy.admin import RolloutDesk, Status, admin_app
+from turngate.proxy.control import AutomaticRollback
+from turngate.proxy.gates import Evidence
 from turngate.proxy.keys import load_or_create_key
+from turngate.proxy.rollout import Rung, Stage
+from turngate.proxy.rollout_evidence import read_evidence
 from turngate.proxy.supervisor import ObserverSettings
 from turngate.telemetry.events import AnyEvent
 from turngate.telemetry.logs import ExchangeLog
@@ -32,6 +37,7 @@ from turngate.telemetry.recorder import Recorder
 if TYPE_CHECKING:
     from turngate.telemetry.tracing import Tracing
 
+LEDGER: Final = "ledger.sqlite3"
 ADMIN_TOKEN_BYTES: Final = 32
 LAST_TRIES: Final = 4
 """Before the end: a day file that somebody reads, or that was set aside as corrupt, may be free the next time."""
@@ -67,6 +73,7 @@ async def _observe(settings: ObserverSettings) -> None:
     registry.set("observer_restarts_total", settings.restart)
     if settings.log != "off":
         registry.add_sink("log", _open_log(settings, registry).observe_all)
+    registry.add_sink("rollback", AutomaticRollback(data_dir / LEDGER, _tell).observe_all)
     tracing = _open_tracing(settings, registry)
     if tracing is not None:
         registry.add_sink("otlp", tracing.observe_all)
@@ -173,7 +180,16 @@ async def _serve_admin(
 
     token = load_or_create_key(data_dir / "keys" / "admin.token", ADMIN_TOKEN_BYTES).hex()
     host = listener.getsockname()[0]
-    return await _serve(admin_app(host=host, token=token, status=status), listener)
+    desk = RolloutDesk(data_dir / LEDGER, partial(_gathered, data_dir / "evidence"))
+    return await _serve(admin_app(host=host, token=token, status=status, rollout=desk), listener)
+
+
+def _gathered(evidence_dir: Path, rungs: Sequence[Rung], rung: Rung, to: Stage) -> Evidence:
+    return read_evidence(evidence_dir, rungs, rung, to, now_s=time.time())
+
+
+def _tell(text: str) -> None:
+    print(f"turngate observer: {text}", file=sys.stderr, flush=True)
 
 
 async def _serve(app: web.Application, listener: socket.socket) -> web.AppRunner:

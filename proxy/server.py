@@ -9,17 +9,19 @@ import resource
 import secrets
 import signal
 import socket
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import turngate
-from turngate.proxy import wire
+from turngate.proxy import control, wire
 from turngate.proxy.access import accesses
 from turngate.proxy.app_side import App, Listener
 from turngate.proxy.config import Address, Settings, SettingsError
-from turngate.proxy.control import Watcher
+from turngate.proxy.control import Declared, FileWatcher, Watcher
 from turngate.proxy.exchange import Exchange, Services
 from turngate.proxy.judging import Judge
 from turngate.proxy.keys import load_or_create_key
@@ -74,10 +76,18 @@ class Listening:
             each.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The settings file, and how it is read again, with the same flags over it."""
+
+    path: Path
+    reread: Callable[[], Settings]
+
+
 class Proxy:
     """One proxy process. `start`, then `drain`; both in its event loop."""
 
-    def __init__(self, settings: Settings, listening: Listening) -> None:
+    def __init__(self, settings: Settings, listening: Listening, source: Source | None = None) -> None:
         self.settings = settings
         self.listening = listening
         self.instance = secrets.token_hex(8)
@@ -109,16 +119,25 @@ class Proxy:
             instance=self.instance,
             emit=self.spool.emit,
         )
+        self._ledger_path = data_dir / "ledger.sqlite3"
         self._control = Watcher(
-            data_dir / "ledger.sqlite3",
+            self._ledger_path,
             changed=self._hear,
             failed=lambda error: self._failed("control", error),
         )
+        self._settings_watch: FileWatcher[Settings] | None = None
+        if source is not None:
+            self._settings_watch = FileWatcher(
+                source.path,
+                source.reread,
+                changed=self._hear_settings,
+                failed=lambda error: self._failed("settings", error),
+            )
         self._pool = _pool(settings, listening)
         digest_key = load_or_create_key(data_dir / "keys" / "digest.key", 32)
         self._services = Services(
             settings=settings,
-            ladder=settings.ladder(),
+            ladder=settings.ladder(digest_key),
             routes=Routes(settings),
             pool=self._pool,
             ledger=self.ledger,
@@ -149,6 +168,8 @@ class Proxy:
         if not self._open_ledger():
             self._ledger_retry = asyncio.create_task(self._retry_ledger())
         self._control.start()
+        if self._settings_watch is not None:
+            self._settings_watch.start()
         self.supervisor.start()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._listener, sock=self.listening.data, backlog=4096)
@@ -175,7 +196,7 @@ class Proxy:
             exchange.stop()
         await self._listener.shutdown(1.0)
         await self._pool.close()
-        await asyncio.to_thread(self._control.stop)
+        await asyncio.to_thread(self._stop_watching)
         for task in (self._ledger_retry, self._pulse):
             if task is not None:
                 task.cancel()
@@ -249,14 +270,32 @@ class Proxy:
                 )
             worked = bool(self._exchanges)
 
+    def _stop_watching(self) -> None:
+        if self._settings_watch is not None:
+            self._settings_watch.stop()
+        self._control.stop()
+
+    def _hear_settings(self, settings: Settings) -> None:
+        """Called in a watcher's thread. Stages and scopes are taken over; all else is so from the next start on."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._redeclared, settings)
+        try:
+            control.declare(self._ledger_path, _declared(settings))
+        except sqlite3.Error as error:
+            self._failed("control", error)
+
+    def _redeclared(self, settings: Settings) -> None:
+        ladder = self._services.ladder
+        ladder.redeclare(settings.rungs(), settings.stage, sticky_header=settings.conversation_from)
+
     def _hear(self, order: Order) -> None:
         """Called in the watcher's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._ordered, order)
 
     def _ordered(self, order: Order) -> None:
-        """An operator's order: in force for the next request, open ones go on as they began."""
-        self._services.ladder.ordered = order.stage
+        """An order: in force for the next request, open ones go on as they began."""
+        self._services.ladder.obey(order)
         self.spool.emit(
             StageOrdered(
                 at_s=time.time(),
@@ -264,6 +303,10 @@ class Proxy:
                 stage=order.stage or "",
                 who=order.who,
                 why=order.why,
+                scope=order.scope,
+                percent=order.percent,
+                rest=order.rest or "",
+                evidence=order.evidence,
             )
         )
 
@@ -273,9 +316,12 @@ class Proxy:
     def _open_ledger(self) -> bool:
         try:
             self.ledger.open()
+            control.declare(self._ledger_path, _declared(self.settings))
         except LedgerDown as error:
             self._failed("ledger.open", error)
             return False
+        except sqlite3.Error as error:  # commands then go by the settings that they find themselves
+            self._failed("control", error)
         return True
 
     async def _retry_ledger(self) -> None:
@@ -284,6 +330,10 @@ class Proxy:
             await asyncio.sleep(LEDGER_RETRY_S)
             if await asyncio.to_thread(self._open_ledger):
                 return
+
+
+def _declared(settings: Settings) -> Declared:
+    return Declared(settings.rungs(), settings.stage)
 
 
 def _operations() -> Iterator[str]:
@@ -308,11 +358,16 @@ def _pool(settings: Settings, listening: Listening) -> Pool:
         raise StartError(str(error)) from error
 
 
-async def serve(settings: Settings, listening: Listening, started: Callable[[Proxy], None]) -> None:
+async def serve(
+    settings: Settings,
+    listening: Listening,
+    started: Callable[[Proxy], None],
+    source: Source | None = None,
+) -> None:
     """Run until SIGTERM or SIGINT, then drain; a second signal ends the draining. `started` is told once."""
     raise_file_limit()
     try:
-        proxy = Proxy(settings, listening)
+        proxy = Proxy(settings, listening, source)
         await proxy.start()
     except (OSError, ValueError) as error:
         raise StartError(f"cannot use data_dir {settings.data_dir}: {error}") from error

@@ -119,7 +119,7 @@ _REASON = Label("reason", _REASONS)
 _CAUSE = Label("cause", _CAUSES)
 _STREAM = Label("stream", ("false", "true"))
 _STAGE = Label("stage", ("off", "observe", "enforce-text", "enforce-tools", "enforce-schema"))
-_SCOPE = Label("scope", ("all",))
+_SCOPE = Label("scope", ("all",), names_max=32)
 _ENFORCED = Label("enforced", ("false", "true"))
 _VERDICT = Label("verdict", tuple(verdict.value for verdict in Verdict))
 _PROVIDER = Label("provider", tuple(value for value in get_args(ProviderClass) if value))
@@ -335,7 +335,7 @@ _HONESTY = (
     Metric(
         "rollout_stage",
         "gauge",
-        "1 for the stage an operator's order put in force for everything; without an order the settings hold.",
+        "The share of a scope's conversations for which an order put the stage in force; without one the settings hold.",
         (_SCOPE, _STAGE),
     ),
 )
@@ -515,9 +515,11 @@ class Registry(Collector):
             case ObserverStarted(restart=restart):
                 # The event carries the total, because this registry died with the observer before it.
                 self._samples["observer_restarts_total"][()].value = restart
-            case StageOrdered(stage=ordered):
+            case StageOrdered():
                 for stage in _STAGE.values:
-                    self._samples["rollout_stage"][("all", stage)].value = float(stage == ordered)
+                    of_rest = (100 - event.percent) * (stage == event.rest)
+                    share = event.percent * (stage == event.stage) + of_rest
+                    self._samples["rollout_stage"][(event.scope, stage)].value = share / 100
             case ProxyPulse():
                 self._feel(event.open_exchanges, event.open_streams, event.held_bytes, event.eventloop_lag_s)
             case ProxyStarted() | ProxyStopped():

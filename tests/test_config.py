@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         [
             "limits.body_byte: no such setting",
             "did you mean body_bytes?",
-            "allowed here: body_bytes, hold_bytes",
+            "allowed here: body_bytes, hold_all_bytes, hold_bytes",
         ],
     ),
     "unknown key of an upstream": (
@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     ),
     "unknown key of a scope's match": (
         "scopes: [{stage: observe, match: {modell: x}}]",
-        ["scopes.0.match.modell: no such setting", "did you mean model?", "allowed here: model, upstream"],
+        ["scopes.0.match.modell: no such setting", "did you mean model?", "allowed here: header, model, upstream"],
     ),
     "a word that is no stage": (
         "stage: enforce",

@@ -15,7 +15,6 @@ import pytest
 from test_gates import FALSE, MISS, REFUSED, TRUE, ended, spoke
 
 from turngate.proxy import cli, control
-from turngate.proxy.cli_rollout import read_evidence
 from turngate.proxy.control import (
     HISTORY_MAX,
     AutomaticRollback,
@@ -30,6 +29,7 @@ from turngate.proxy.control import (
 )
 from turngate.proxy.gates import Evidence, Fault, RollbackLimits
 from turngate.proxy.rollout import Order, Rung, Stage
+from turngate.proxy.rollout_evidence import read_evidence
 from turngate.telemetry.events import AnyEvent, FailureCounted, StateChanged
 from turngate.telemetry.metrics import Registry
 from turngate.telemetry.recorder import Recorder
