@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import Final
 
+import turngate
 from turngate.adapters import levels, registry
 from turngate.adapters.clients import client_family
 from turngate.adapters.dialect import Dialect, Trouble, Undecodable, context_of
@@ -32,11 +33,25 @@ from turngate.proxy.wire import Framing
 from turngate.telemetry.events import AnyEvent, shown_model
 from turngate.validators.gate import HoldBudget
 from turngate.validators.graph import MessageSequence
-from turngate.validators.ledger import OPEN, Dispatch, End, State, may_release
+from turngate.validators.ledger import (
+    OPEN,
+    Dispatch,
+    End,
+    EndedBy,
+    LateEvent,
+    Retries,
+    State,
+    may_release,
+)
 from turngate.validators.previews import Hit, Marks, refused_for
 from turngate.validators.rules import Judgement, Reason, Verdict
 from turngate.validators.schemas import Declared, Schemas
 from turngate.validators.stream import Ending, Finish, Turn, TurnVerdict
+
+CONVERSATION_CHARACTERS_MAX: Final = 128
+"""Of a conversation's name; what differs behind them is one conversation."""
+
+RETRY_COUNT: Final = b"x-stainless-retry-count"
 
 ENDS: Final[dict[Finish, End]] = {Finish.TRUNCATED: "truncated", Finish.FILTERED: "filtered"}
 
@@ -60,6 +75,7 @@ class Services:
     holds: HoldBudget
     schemas: Schemas
     marks: Marks
+    retries: Retries
 
     def keyed(self, digest: bytes) -> str:
         """What files hold of a sha256: without the key a short text cannot be guessed from it."""
@@ -96,7 +112,7 @@ class Exchange:
         self.sequence: MessageSequence | None = None
         self.digest = b""
         self.owner: str | None = None
-        self.leaks: list[Hit] = []
+        self.leaks: list[Hit] | None = None
         self.unread = Reason.INTERNAL
         self._connecting: asyncio.Task[object] | None = None
         self.dispatch: Dispatch | None = None
@@ -134,6 +150,8 @@ class Exchange:
 
     def _app_left(self) -> None:
         self.app.gone = True
+        if self.dispatch is not None and self.dispatch.strength == "explicit":
+            self.services.ledger.cancel(self.dispatch.conversation).add_done_callback(_looked_at)
         if self.link is not None:
             self.link.abort()
         self._stop_connecting()
@@ -268,6 +286,14 @@ class Exchange:
         self.digest = sha256(body).digest()
         return Judgement(Verdict.UNJUDGED)
 
+    def _retry_count(self) -> int:
+        """How often the app's SDK says it has asked before."""
+        head = self.app.head
+        if RETRY_COUNT not in head.names:
+            return 0
+        said = head.headers[head.names.index(RETRY_COUNT)][1].strip()
+        return int(said) if said.isdigit() and len(said) < 4 else 0
+
     def _stage(self, route: Route, model: str, body: bytes) -> Stage:
         """The stage that is in force for this request now."""
         return self.services.ladder.stage(
@@ -282,6 +308,10 @@ class Exchange:
             return Judgement(Verdict.UNJUDGED)
         record.verdict = judgement.verdict
         self.sequence, self.digest = sequence, judged.digest
+        digest = self.services.keyed(judged.digest)
+        record.retry_of = self.services.retries.retried(
+            digest, self._retry_count(), record.operation, self.services.monotonic()
+        )
         self.reply.sequence = sequence
         request_class = class_of(sequence)
         self.reply.enforced = record.enforced = enforced(record.stage, request_class)
@@ -308,7 +338,7 @@ class Exchange:
         if not self.reply.enforced or self._policy(route).integrity == "report":
             return judgement
         self._look_back(dialect, body)
-        held = refused_for(self.leaks, judgement)
+        held = refused_for(self.leaks or [], judgement)
         if held is not judgement:
             told_before = self.record.reasons
             added = held.findings[: len(held.findings) - len(judgement.findings)]
@@ -332,15 +362,14 @@ class Exchange:
     def _look_back(self, dialect: Dialect, body: bytes) -> None:
         """Does the request bring back what was retracted? Slow, so it is behind the sending, and rare."""
         services, record = self.services, self.record
-        head = self.app.head
-        if self.owner is not None:
+        if self.leaks is not None:
             return  # where integrity is enforced it has been looked at before the sending
-        owner_from = services.settings.owner_from.lower().encode()
-        self.owner = owner_of(head.headers, head.names, services.digest_key, owner_from)
-        if self.owner not in services.marks:
+        self.leaks = []
+        owner = self._owner()
+        if owner not in services.marks:
             return
         try:
-            self.leaks = services.marks.find(self.owner, dialect.said(body))
+            self.leaks = services.marks.find(owner, dialect.said(body))
             for hit in self.leaks:
                 record.leaked(hit)
         except Exception as error:  # noqa: BLE001 - counted; the request has been sent
@@ -359,6 +388,7 @@ class Exchange:
         now_s = self.services.wall()
         sequence = self.sequence
         without_tools = sequence is not None and not sequence.uses_tools
+        conversation = self._conversation() if sequence is not None else ""
         return Dispatch(
             operation=self.record.operation,
             upstream=route.target.name,
@@ -371,7 +401,28 @@ class Exchange:
             how=how,
             opened_s=now_s,
             changed_s=now_s,
+            ended_by=_ended_by(sequence),
+            adapter=f"{self.record.api} {turngate.__version__}",
+            conversation=conversation,
+            strength="explicit" if conversation else "",
+            revision=sequence.messages if conversation and sequence is not None else 0,
         )
+
+    def _conversation(self) -> str:
+        """The conversation as the app names it, within its owner's; "" where it names none."""
+        wanted = self.services.settings.conversation_from.lower().encode()
+        head = self.app.head
+        if not wanted or wanted not in head.names:
+            return ""
+        named = head.headers[head.names.index(wanted)][1].strip().decode("latin-1")
+        return f"{self._owner()}/{named[:CONVERSATION_CHARACTERS_MAX]}" if named else ""
+
+    def _owner(self) -> str:
+        if self.owner is None:
+            head, services = self.app.head, self.services
+            owner_from = services.settings.owner_from.lower().encode()
+            self.owner = owner_of(head.headers, head.names, services.digest_key, owner_from)
+        return self.owner
 
     # 6, 7. Claim, send
 
@@ -426,11 +477,12 @@ class Exchange:
             if self.dispatch is not None:
                 self.services.ledger.record(self.dispatch)
         except ClaimConflict as error:
-            self.record.failed("ledger.claim", error)
             self.dispatch = None
+            reason = Reason(error.refusal.reason)
             self.record.went_wrong("refused", "policy_dispatch")
-            self.record.reasons = (Reason.DISPATCH_CONFLICT.value,)
-            self.reply.fail(409, Reason.DISPATCH_CONFLICT, "this operation has been claimed already")
+            self.record.reasons = (reason.value,)
+            other = f" ({error.refusal.operation})" if error.refusal.operation else ""
+            self.reply.fail(409, reason, f"{error.refusal.message}{other}; nothing was sent")
             return False
         self.record.claim_s = self.services.monotonic() - began
         return True
@@ -586,6 +638,14 @@ class Exchange:
             record.calls(verdict, len(self.reply.assembler.calls))
             for reason in self.reply.assembler.anomalies:
                 record.anomaly(reason)
+                if reason is Reason.STREAM_AFTER_STOP and self.dispatch is not None:
+                    late = LateEvent(
+                        operation=record.operation,
+                        at_s=self.services.wall(),
+                        event=reason,
+                        handle=self.reply.assembler.handle,
+                    )
+                    self.services.ledger.quarantine(late)
         for witness, detail in self.reply.witnessed():
             record.witnessed(witness, detail)
         self._settle(verdict)
@@ -599,15 +659,16 @@ class Exchange:
         """Keep what of a retracted turn may come back as history; take off what this turn says in its own right."""
         marks, calls = self.services.marks, self.reply.withheld_calls
         preview = self.reply.preview
-        if self.owner is None:
+        if self.leaks is None:
             return  # the request never left
+        owner = self._owner()
         if verdict.turn in (Turn.RETRACTED, Turn.UNKNOWN):
             cause = verdict.reason or Reason.INTERNAL
             named = [(call.id, call.name) for call in calls]
-            marks.add(self.owner, self.record.operation, cause, preview, named, told=self.reply.enforced)
-        elif verdict.turn is Turn.COMMITTED and self.owner in marks:
+            marks.add(owner, self.record.operation, cause, preview, named, told=self.reply.enforced)
+        elif verdict.turn is Turn.COMMITTED and owner in marks:
             text = preview.text() if preview is not None else ""
-            marks.committed(self.owner, text, [call.id for call in verdict.calls])
+            marks.committed(owner, text, [call.id for call in verdict.calls])
 
     def _settle(self, verdict: TurnVerdict | None) -> None:
         """The dispatch's last move in this exchange."""
@@ -627,6 +688,18 @@ class Exchange:
             self._move(State.REFUSED, how="error_event")
         else:
             self._move(State.UNKNOWN, how=(verdict.reason if verdict else None) or record.error_type)
+
+
+def _looked_at(asked: "asyncio.Future[int]") -> None:
+    """Nobody waits for the answer; that there is none is counted by the ledger itself."""
+    if not asked.cancelled():
+        asked.exception()
+
+
+def _ended_by(sequence: MessageSequence | None) -> EndedBy:
+    """What confirms that an attempt has ended. Of tools that a provider runs at a third party nobody can tell."""
+    tools = sequence.setting.tools if sequence is not None else None
+    return "never" if tools and any(tool.wire.startswith("mcp") for tool in tools) else "connection_end"
 
 
 async def _cancelled(task: asyncio.Task[Head] | asyncio.Task[None]) -> None:

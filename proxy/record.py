@@ -49,6 +49,7 @@ class Record(msgspec.Struct):
     hold_s: float = 0.0
     hold_bytes: int = 0
     client: str = ""
+    retry_of: str = ""
     provider: ProviderClass = ""
     provider_reason: str = ""
     _held_since_s: float | None = None
@@ -209,6 +210,7 @@ class Record(msgspec.Struct):
                 server=self.server,
                 reasons=self.reasons,
                 client=self.client,
+                retry_of=self.retry_of,
                 provider=self.provider,
                 provider_reason=self.provider_reason,
                 input_tokens=assembler.input_tokens if assembler is not None else -1,

@@ -34,6 +34,7 @@ from turngate.proxy.wire import Framing
 from turngate.telemetry.events import FailureCounted, ProxyPulse, ProxyStarted, ProxyStopped, StageOrdered
 from turngate.telemetry.spool import Spool
 from turngate.validators.gate import HoldBudget
+from turngate.validators.ledger import Retries
 from turngate.validators.previews import Marks
 from turngate.validators.schemas import Schemas
 
@@ -151,6 +152,7 @@ class Proxy:
             holds=HoldBudget(settings.limits.hold_all_bytes),
             schemas=Schemas(),
             marks=Marks(time.monotonic, digest_key),
+            retries=Retries(),
         )
         self._listener = Listener(self._handle, self._failed)
         self._server: asyncio.Server | None = None

@@ -143,6 +143,8 @@ class ExchangeEnded(Event, frozen=True, tag="exchange_ended"):
     """What a stage's promise about it is about; empty where it was not judged."""
     traceparent: str = ""
     """W3C trace context as the app sent it, where it is well formed."""
+    retry_of: str = ""
+    """The operation that the app's SDK repeats with this one, as it says itself."""
 
 
 class FindingMade(Event, frozen=True, tag="finding_made"):

@@ -251,9 +251,9 @@ _ANSWERS = (
     Metric(
         "breakage_tokens_total",
         "counter",
-        "Tokens of answers that were of no use, as far as the provider counted them: of broken turns, and of those "
-        "whose end nobody saw, which may be billed.",
-        (_UPSTREAM, Label("kind", ("truncated", "billed_unknown"))),
+        "Tokens of answers that were of no use, as far as the provider counted them: of broken turns, of those whose end "
+        "nobody saw, which may be billed, and of those that an SDK asked for again.",
+        (_UPSTREAM, Label("kind", ("truncated", "billed_unknown", "duplicate"))),
     ),
 )
 
@@ -561,7 +561,8 @@ class Registry(Collector):
             self._count("waiting_total", event.outcome)
         if event.outcome == "refused" and Reason.DISPATCH_CONFLICT in event.reasons:
             self._mark("canonical_conflicts_total", event)
-        if (kind := _BREAKAGE.get(event.outcome)) and event.api:
+        kind = _BREAKAGE.get(event.outcome) or ("duplicate" if event.retry_of else "")
+        if kind and event.api:
             tokens = max(0, event.input_tokens) + max(0, event.output_tokens)
             self._samples["breakage_tokens_total"][event.upstream, kind].value += tokens
         if event.provider:

@@ -172,6 +172,7 @@ OWN_COMMENTS: Final[Mapping[tuple[str, str], str]] = {
             "hold_s": "Seconds for which something of the answer was held back.",
             "request_class": "What a stage's promise about it is about: text or tools; empty where it was not judged.",
             "traceparent": "W3C trace context as the app sent it, where it is well formed.",
+            "retry_of": "The operation that the app's SDK repeats with this one, as it says itself; empty: none.",
         },
         "finding_made": {
             "level": "hard: this provider refuses it, there is evidence; soft: it takes it, the meaning is broken."

@@ -10,7 +10,7 @@ import re
 import sqlite3
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ ANY_PORT: Final = "127.0.0.1:0"
 START_S: Final = 30.0
 STOP_S: Final = 60.0
 """Bounds that only a proxy that hangs meets."""
+LOOK_S: Final = 0.02
 
 NOWHERE: Final = {name: "http://127.0.0.1:1" for name in ("openai", "anthropic")}
 """In the place of the built-in providers: a test that forgets to name one must not reach the real one."""
@@ -163,6 +164,17 @@ def settings_of(
         },
         **more,
     }
+
+
+async def until(look: Callable[[], Any]) -> Any:
+    """What `look` finds as soon as it finds something; it may be asynchronous. For what other processes bring about."""
+    async with asyncio.timeout(STOP_S):
+        while True:
+            found = look()
+            found = await found if asyncio.iscoroutine(found) else found
+            if found:
+                return found
+            await asyncio.sleep(LOOK_S)
 
 
 def ledger_rows(data_dir: Path, columns: str = "operation, state, how") -> list[tuple[Any, ...]]:

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ import aiohttp
 import openai
 import pytest
 import yaml
-from running import InLoop, Sidecar, evidence, in_loop, settings_of
+from running import InLoop, Sidecar, evidence, in_loop, settings_of, until
 
 from turngate.adapters import levels
 from turngate.adapters.registry import CHAT
@@ -29,9 +29,6 @@ from turngate.proxy.simulator import Simulator
 from turngate.validators.checks import Grade, Level
 from turngate.validators.graph import Check
 
-PATIENCE_S: Final = 60.0
-"""Only what never comes meets this bound."""
-LOOK_S: Final = 0.02
 MARK: Final = "x-turngate-operation"
 TOOLS: Final = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 USER: Final = {"role": "user", "content": "Go on."}
@@ -40,17 +37,6 @@ LENIENT: Final = {"refusals": False}
 """A provider that takes any sequence: what we refuse there is a false refusal."""
 
 JsonObject = dict[str, Any]
-
-
-async def until(look: Callable[[], Any]) -> Any:
-    """Look again and again until there is something."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            found = look()
-            found = await found if asyncio.iscoroutine(found) else found
-            if found:
-                return found
-            await asyncio.sleep(LOOK_S)
 
 
 @dataclass(slots=True)
@@ -196,9 +182,9 @@ async def test_promotion_and_rollback_touch_no_open_stream(tmp_path: Path) -> No
     sides: dict[str, list[set[bool]]] = {}
     whole = 0
 
-    async def stream(asking: App, chat: str, side: set[bool]) -> None:
+    async def stream(asking: App, turn: int, chat: str, side: set[bool]) -> None:
         nonlocal whole
-        asked = {"model": "m", "messages": [USER], "tools": TOOLS, "stream": True}
+        asked = {"model": "m", "messages": [USER] * turn, "tools": TOOLS, "stream": True}
         headers = {"x-chat": chat}
         url = f"{asking.url}/v1/chat/completions"
         async with asking.session.post(url, json=asked, headers=headers) as got:
@@ -211,7 +197,10 @@ async def test_promotion_and_rollback_touch_no_open_stream(tmp_path: Path) -> No
     async def in_force(asking: App, chats: list[str]) -> list[set[bool]]:
         """Start a stream of each conversation; they are open when this returns."""
         found: list[set[bool]] = [set() for _ in chats]
-        started = [asyncio.create_task(stream(asking, *each)) for each in zip(chats, found, strict=True)]
+        turn = len(sides) + 1
+        started = [
+            asyncio.create_task(stream(asking, turn, *each)) for each in zip(chats, found, strict=True)
+        ]
         await until(lambda: all(found))
         running.extend(started)
         return found

@@ -6,7 +6,7 @@ Each ending of an exchange is played; then the proxy is killed with streams open
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,10 @@ from typing import Any, Final
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
-from running import Sidecar, evidence, ledger_rows
+from running import Sidecar, evidence, ledger_rows, until
 
 from turngate.proxy.simulator import Received, Simulator
 
-PATIENCE_S: Final = 60.0
-"""Only what never comes meets this bound."""
-LOOK_S: Final = 0.05
 TIMES: Final = 3
 """How often each ending is played, and how many streams are open at the kill."""
 TOOLS: Final = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -110,17 +107,6 @@ async def scraped(session: aiohttp.ClientSession, sidecar: Sidecar) -> Counter[t
         )
 
 
-async def until(look: Callable[[], Any], wanted: Callable[[Any], bool]) -> Any:
-    """Look again and again, as a scraper does, until what is wanted is there."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            found = look()
-            found = await found if asyncio.iscoroutine(found) else found
-            if wanted(found):
-                return found
-            await asyncio.sleep(LOOK_S)
-
-
 @asynccontextmanager
 async def started(
     data_dir: Path, url: str, seen: list[Counter[tuple[str, str]]]
@@ -134,7 +120,12 @@ async def started(
             *(play(session, sidecar.url, name, end) for name, end in ENDS.items() for _ in range(TIMES))
         )
         count = len(ENDS) * TIMES
-        seen.append(await until(lambda: scraped(session, sidecar), lambda found: found.total() >= count))
+
+        async def all_counted() -> Counter[tuple[str, str]] | None:
+            found = await scraped(session, sidecar)
+            return found if found.total() >= count else None
+
+        seen.append(await until(all_counted))
         yield sidecar, session
 
 
@@ -149,17 +140,11 @@ async def test_metrics_evidence_provider_and_app_count_the_same(tmp_path: Path) 
                 asyncio.create_task(play(session, sidecar.url, "open", ENDS["a whole stream"]))
                 for _ in range(TIMES)
             ]
-            await until(
-                lambda: sum(state == "STREAMING" for (state,) in ledger_rows(data_dir, "state")),
-                lambda streaming: streaming == TIMES,
-            )
+            await until(lambda: ledger_rows(data_dir, "state").count(("STREAMING",)) == TIMES)
             await sidecar.kill()
             await asyncio.gather(*left)
         async with started(data_dir, simulator.url, seen) as (sidecar, _):
-            await until(
-                lambda: ledger_rows(data_dir, "model, state"),
-                lambda rows: rows.count(("open", "ABANDONED")) == TIMES,
-            )
+            await until(lambda: ledger_rows(data_dir, "model, state").count(("open", "ABANDONED")) == TIMES)
     played = Counter({(name, end.outcome): 2 * TIMES for name, end in ENDS.items()})
     assert sum(seen, Counter()) == played  # by increase: each process counts from 0
     rows = evidence(data_dir, "SELECT model, outcome, count(*) FROM exchange_ended GROUP BY ALL")
