@@ -88,6 +88,7 @@ class Exchange:
     __slots__ = (
         "_connecting",
         "app",
+        "attempt",
         "digest",
         "dispatch",
         "leaks",
@@ -111,6 +112,7 @@ class Exchange:
         self.link: Link | None = None
         self.sequence: MessageSequence | None = None
         self.digest = b""
+        self.attempt = 1
         self.owner: str | None = None
         self.leaks: list[Hit] | None = None
         self.unread = Reason.INTERNAL
@@ -390,7 +392,10 @@ class Exchange:
         without_tools = sequence is not None and not sequence.uses_tools
         conversation = self._conversation() if sequence is not None else ""
         return Dispatch(
-            operation=self.record.operation,
+            operation=self.record.operation
+            if self.attempt == 1
+            else f"{self.record.operation}.{self.attempt}",
+            attempt_generation=self.attempt,
             upstream=route.target.name,
             api=self.record.api,
             model=shown_model(sequence.model) if sequence is not None else "",
@@ -431,6 +436,25 @@ class Exchange:
         link = await self._claim_and_connect(route)
         if link is None:
             return
+        self.reply.may_repeat = self._may_repeat(route)
+        await self._send_on(link, route, body)
+        if self.reply.unanswered:
+            # Its connection is closed: no channel is left by which that answer could become a turn.
+            link.abort()
+            self._move(State.UNKNOWN, how="asked_again")
+            self.reply.begin_again()
+            self.attempt += 1
+            link = await self._claim_and_connect(route)
+            if link is not None:
+                await self._send_on(link, route, body)
+
+    def _may_repeat(self, route: Route) -> bool:
+        """Whether the scope allows a second attempt where nobody can tell the first one from none."""
+        dispatch = self.dispatch
+        confirmed = dispatch is not None and dispatch.ended_by == "connection_end"
+        return self.reply.enforced and confirmed and self._policy(route).reattempt == "confirmed"
+
+    async def _send_on(self, link: Link, route: Route, body: bytes) -> None:
         link.expect_answer(informed=self.reply.inform)
         link.writelines([self._head_for(link, route), self._piece(body), self._last_piece()])
         self._move(State.SENT)

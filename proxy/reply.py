@@ -49,7 +49,8 @@ class Reply:
 
     `verdict` is what the answer came to, None where it was not judged; `keep_alive` whether the app's connection can
     carry another exchange. `declared` is what the answer's calls may be, `commit` asks whether calls that were held
-    may go now; both None where nobody cares.
+    may go now; both None where nobody cares. `may_repeat`: the request may be sent once more; `unanswered`: it has to be,
+    and the app has been told nothing.
     """
 
     __slots__ = (
@@ -72,8 +73,10 @@ class Reply:
         "ended_by_us",
         "enforced",
         "keep_alive",
+        "may_repeat",
         "sequence",
         "started",
+        "unanswered",
     )
 
     def __init__(
@@ -85,6 +88,8 @@ class Reply:
         self.keep_alive = True
         self.started = False
         self.ended_by_us: Ending | None = None
+        self.may_repeat = False
+        self.unanswered = False
         self.assembler: Assembler | None = None
         self.declared: Declared | None = None
         self.commit: Callable[[TurnVerdict], Awaitable[bool]] | None = None
@@ -235,6 +240,8 @@ class Reply:
 
     def _no_head(self, broken: Broken) -> None:
         """The provider's side ended before an answer began. Whether it worked on the request, nobody knows."""
+        if self._may_ask_again():
+            return
         self.keep_alive = False
         if self._app.gone:
             return
@@ -249,6 +256,19 @@ class Reply:
             self.fail(502, Reason.DISPATCH_UNKNOWN_OUTCOME, text)
         else:
             self._app.cut()  # the app's SDK acts as it would alone
+
+    def _may_ask_again(self) -> bool:
+        """The provider's connection broke, and the app has nothing of an answer."""
+        self.unanswered = self.may_repeat and self.ended_by_us is None and not self._app.gone
+        return self.unanswered
+
+    def begin_again(self) -> None:
+        """Wait for the answer to another attempt as if there had been none."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._watchdog = None
+        self.unanswered = self.may_repeat = False
+        self._record.status = 0
 
     # Streams
 
@@ -459,6 +479,8 @@ class Reply:
         try:
             fits = await self._keep_whole(link, kept)
         except Broken as broken:
+            if self._may_ask_again():
+                return
             stalled = self.ended_by_us is Ending.STALLED
             reason = Reason.STREAM_STALLED if stalled else Reason.STREAM_TRUNCATED
             self._verdict = TurnVerdict(Turn.UNKNOWN if stalled else Turn.RETRACTED, reason)

@@ -411,3 +411,64 @@ async def test_a_scope_may_refuse_what_the_ledger_cannot_take(
     else:
         assert got.first.split()[1] == b"503"
         assert got.get(b"x-turngate-reason") == b"internal"
+
+
+# A second attempt
+
+
+def half_json(body: bytes) -> Script:
+    async def script(writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(b"Content-Type: application/json\r\n" + length(body), body[:20]))
+        await writer.drain()
+        writer.close()
+
+    return script
+
+
+async def nothing(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+SMALL: Final = json.dumps(
+    {"id": "c1", "choices": [{"index": 0, "message": {"content": "å"}, "finish_reason": "stop"}]}
+).encode()
+
+
+@pytest.mark.parametrize(
+    ("first", "stream", "again"),
+    [(nothing, True, True), (nothing, False, True), (half_json(SMALL), False, True), (cut, True, False)],
+    ids=["no head of a stream", "no head", "half a JSON answer", "a stream that has begun"],
+)
+@pytest.mark.parametrize("reattempt", ["never", "confirmed"])
+async def test_a_request_without_any_answer_may_be_sent_once_more(
+    tmp_path: Path, first: Script, stream: bool, again: bool, reattempt: str
+) -> None:
+    async def second(writer: asyncio.StreamWriter) -> None:
+        json_answer = answer(b"Content-Type: application/json\r\n" + length(SMALL), SMALL)
+        writer.write(STARTED + chunked(*FINE) if stream else json_answer)
+
+    scopes = [{"stage": "enforce-tools", "reattempt": reattempt}]
+    async with (
+        provider(first, second) as url,
+        in_loop(tmp_path, {"openai": url}, scopes=scopes) as sidecar,
+    ):
+        got = await answered(sidecar, ask(stream=stream))
+    rows = ledger_rows(tmp_path, "attempt_generation, state, how")
+    if again and reattempt == "confirmed":
+        assert got == (b"".join(FINE) if stream else SMALL)
+        assert [(row[0], row[2]) for row in rows] == [(1, "asked_again"), (2, "")]
+        assert rows[1][1] == "COMMITTED"
+    else:
+        assert b'"error"' in got
+        assert len(rows) == 1
+
+
+async def test_there_is_no_third_attempt(tmp_path: Path) -> None:
+    scopes = [{"stage": "enforce-tools", "reattempt": "confirmed"}]
+    async with (
+        provider(nothing, nothing, whole(*FINE)) as url,
+        in_loop(tmp_path, {"openai": url}, scopes=scopes) as sidecar,
+    ):
+        refused = json.loads(await answered(sidecar, ask()))
+    assert refused["error"]["code"] == "dispatch.unknown_outcome"
+    assert len(ledger_rows(tmp_path)) == 2
