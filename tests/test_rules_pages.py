@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from turngate.adapters import levels
-from turngate.validators.rules import Verdict
+from turngate.validators.rules import Reason, Verdict
 
 RULES: Final = Path(__file__).parents[1] / "docs" / "rules"
 
@@ -41,6 +41,11 @@ def test_every_rule_has_a_page_and_no_page_is_stale() -> None:
 
 def test_every_reason_of_the_table_is_explained_and_no_other() -> None:
     assert set(TOLD) == {entry.reason for entry in levels.ENTRIES}
+
+
+def test_every_reason_is_explained_somewhere() -> None:
+    told = (RULES.parent / "reasons.md").read_text()
+    assert {reason for reason in Reason if f"| `{reason}` |" not in told} <= set(TOLD)
 
 
 def test_every_hard_reason_has_an_example_in_each_api_that_refuses_it() -> None:

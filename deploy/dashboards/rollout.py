@@ -59,7 +59,7 @@ FINE: Final = (
 STAGES: Final = (
     states(
         "Orders in force",
-        Query(f"max by (stage) ({metric('rollout_stage', scope='all')})", "{{stage}}"),
+        Query(f"max by (scope, stage) ({metric('rollout_stage')})", "{{scope}}: {{stage}}"),
         Advice(
             "none: the settings hold.",
             "`turngate rollout show` tells who gave it and why.",
