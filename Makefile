@@ -42,7 +42,7 @@ bench: setup ## side by side with other proxies (reads ../shared/bench)
 	$(BIN)/python tests/bench/bench.py
 
 crash: setup ## 100 kill -9 of proxy and observer under load; 1,000 races for one turn
-	CRASHES=100 RACES=1000 $(BIN)/python -m pytest tests/test_crash.py tests/test_conversations.py --timeout 3600
+	CRASHES=100 CRASH_SEED=$${CRASH_SEED:-$$(date +%s)} RACES=1000 $(BIN)/python -m pytest tests/test_crash.py tests/test_conversations.py --timeout 3600
 
 torture: setup ## recorded answers broken in every way, LIMIT variants of each (reads ../shared/traffic)
 	$(BIN)/turngate torture $(TURNGATE_SHARED)/traffic/dev.jsonl.gz --limit $(LIMIT)
