@@ -168,7 +168,11 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     ),
     "unknown key of a scope's match": (
         "scopes: [{stage: observe, match: {modell: x}}]",
-        ["scopes.0.match.modell: no such setting", "did you mean model?", "allowed here: header, model, upstream"],
+        [
+            "scopes.0.match.modell: no such setting",
+            "did you mean model?",
+            "allowed here: header, model, upstream",
+        ],
     ),
     "a word that is no stage": (
         "stage: enforce",
