@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIMIT ?= 2000
+STEP ?= 1
 AGENTS := tests/clients/node_modules/.installed
 # Recorded traffic and cases for tests and benchmarks; `make run` must not see it, it is no setting.
 test bench crash torture clients: export TURNGATE_SHARED ?= $(abspath ../shared)
@@ -44,8 +45,9 @@ bench: setup ## side by side with other proxies (reads ../shared/bench)
 crash: setup ## 100 kill -9 of proxy and observer under load; 1,000 races for one turn
 	CRASHES=100 CRASH_SEED=$${CRASH_SEED:-$$(date +%s)} RACES=1000 $(BIN)/python -m pytest tests/test_crash.py tests/test_conversations.py --timeout 3600
 
-torture: setup ## recorded answers broken in every way, LIMIT variants of each (reads ../shared/traffic)
+torture: setup ## recorded answers broken in every way, LIMIT variants of each (reads ../shared/traffic); SDKs on cut streams
 	$(BIN)/turngate torture $(TURNGATE_SHARED)/traffic/dev.jsonl.gz --limit $(LIMIT)
+	CUT_STEP=$(STEP) $(BIN)/python -m pytest tests/test_sdk.py -k cut_at_any_byte
 
 clients: setup $(AGENTS) ## coding agents from npm through the sidecar (needs Node.js; 1.2 GB)
 	CLIENTS=1 $(BIN)/python -m pytest tests/clients

@@ -126,7 +126,8 @@ class Reply:
         self._app.told = None
         if self._witnesses is None:
             return []
-        passed = self._record.outcome == "passed" and not self._app.gone
+        withheld = self._gate is not None and self._gate.withheld_bytes
+        passed = self._record.outcome == "passed" and not self._app.gone and not withheld
         return list(self._witnesses.found(clean=self._app.ended, passed=passed))
 
     @property

@@ -135,12 +135,18 @@ async def in_loop(
     upstreams: Mapping[str, str | dict[str, Any]],
     *,
     stage: str = "observe",
+    observer: bool = True,
     **settings: object,
 ) -> AsyncIterator[InLoop]:
-    """As `Sidecar`, without a process of its own but for the observer; drained at the context's end."""
+    """As `Sidecar`, without a process of its own but for the observer; drained at the context's end.
+
+    Without `observer` nothing is loaded into the evidence: a second is saved.
+    """
     loaded = Settings(**settings_of(data_dir, upstreams, stage, settings))
     listening = Listening.bind(loaded)
     proxy = Proxy(loaded, listening)
+    if not observer:
+        proxy.supervisor.start = lambda: None  # type: ignore[method-assign]
     await proxy.start()
     try:
         yield InLoop(proxy, _url(listening.data), _url(listening.metrics), data_dir)

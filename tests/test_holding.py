@@ -122,10 +122,11 @@ async def test_an_app_hears_that_the_stream_is_alive_while_calls_are_held(tmp_pa
     enough = asyncio.Event()
     frames = (frame("one"), *call('{"a": 1}'))
     script = waiting(STARTED + pieces(*frames[:2]), enough, chunked(*frames[2:]))
-    settings = {"timeouts": {"keep_alive_s": 0.02}}
     async with (
         provider(script) as url,
-        in_loop(tmp_path, {"openai": url}, stage="enforce-tools", **settings) as sidecar,
+        in_loop(
+            tmp_path, {"openai": url}, stage="enforce-tools", observer=False, timeouts={"keep_alive_s": 0.02}
+        ) as sidecar,
         app(sidecar.url) as (reader, writer),
     ):
         writer.write(ask())
@@ -139,10 +140,11 @@ async def test_an_app_hears_that_the_stream_is_alive_while_calls_are_held(tmp_pa
 
 @pytest.mark.parametrize("frames", [(frame("one"), frame(None, "stop"), DONE), (frame("one"), *call("{}"))])
 async def test_nothing_is_added_where_nothing_waits(tmp_path: Path, frames: tuple[bytes, ...]) -> None:
-    settings = {"timeouts": {"keep_alive_s": 60.0}}
     async with (
         provider(whole(*frames)) as url,
-        in_loop(tmp_path, {"openai": url}, stage="enforce-tools", **settings) as sidecar,
+        in_loop(
+            tmp_path, {"openai": url}, stage="enforce-tools", observer=False, timeouts={"keep_alive_s": 60.0}
+        ) as sidecar,
     ):
         assert await answered(sidecar, ask()) == b"".join(frames)
 
@@ -177,7 +179,7 @@ async def test_what_all_answers_hold_together_is_bounded(
             waiting(STARTED + pieces(*first[:2]), go_on, b""),
             whole(*call(large)),
         ) as url,
-        in_loop(tmp_path, {"openai": url}, stage="enforce-tools") as sidecar,
+        in_loop(tmp_path, {"openai": url}, observer=False, stage="enforce-tools") as sidecar,
     ):
         one = asyncio.create_task(answered(sidecar, ask()))
         await holds.full.wait()
@@ -205,7 +207,11 @@ async def test_a_whole_answer_is_held_within_the_same_bound(tmp_path: Path) -> N
     async with (
         provider(told(body), told(small.encode())) as url,
         in_loop(
-            tmp_path, {"openai": url}, stage="enforce-tools", limits={"hold_all_bytes": 60_000}
+            tmp_path,
+            {"openai": url},
+            observer=False,
+            stage="enforce-tools",
+            limits={"hold_all_bytes": 60_000},
         ) as sidecar,
     ):
         refused = json.loads(await answered(sidecar, ask(stream=False)))
@@ -255,7 +261,7 @@ async def test_calls_are_let_go_when_the_turn_is_on_disk(tmp_path: Path) -> None
     frames = call("{}")
     async with (
         provider(waiting(STARTED + pieces(*frames), forever, chunked())) as url,
-        in_loop(tmp_path, {"openai": url}, stage="enforce-tools") as sidecar,
+        in_loop(tmp_path, {"openai": url}, observer=False, stage="enforce-tools") as sidecar,
         app(sidecar.url) as (reader, writer),
     ):
         writer.write(ask())
@@ -272,7 +278,7 @@ async def test_calls_of_a_turn_that_another_one_is_already_are_withheld(
     steps = {"steps": [{"answer": {"text": ["Hej."], "calls": [{"name": "f", "arguments": {}}]}}]}
     async with (
         Simulator(steps) as simulator,
-        in_loop(tmp_path, {"openai": simulator.url}, stage="enforce-tools") as sidecar,
+        in_loop(tmp_path, {"openai": simulator.url}, observer=False, stage="enforce-tools") as sidecar,
     ):
         ledger = sidecar.proxy.ledger
         commit = ledger.commit
@@ -285,6 +291,24 @@ async def test_calls_of_a_turn_that_another_one_is_already_are_withheld(
     assert b"dispatch.conflict" in got
     assert b"tool_calls" not in got
     assert (b"Hej." in got) == stream
+
+
+@pytest.mark.parametrize("clean", [True, False])
+async def test_half_an_event_behind_the_end_is_dropped_and_nobody_is_alarmed(
+    tmp_path: Path, clean: bool
+) -> None:
+    async def torn(writer: asyncio.StreamWriter) -> None:
+        body = (frame("one"), frame(None, "stop"), b'data: {"id": "c1", "mod')
+        writer.write(STARTED + (chunked(*body) if clean else pieces(*body)))
+        writer.close()
+
+    async with (
+        provider(torn) as url,
+        in_loop(tmp_path, {"openai": url}, stage="enforce-tools") as sidecar,
+    ):
+        assert await answered(sidecar, ask()) == frame("one") + frame(None, "stop")
+    assert evidence(tmp_path, "SELECT outcome FROM exchange_ended") == [("passed",)]
+    assert evidence(tmp_path, "SELECT * FROM witness_spoke") == []
 
 
 # What was retracted
@@ -381,7 +405,9 @@ async def test_a_scope_may_refuse_what_cannot_be_judged(
     scopes = [{"stage": "enforce-tools", "uncovered": uncovered}]
     async with (
         provider(whole(*FINE)) as url,
-        in_loop(tmp_path, {"openai": url}, scopes=scopes, limits={"body_bytes": 2000}) as sidecar,
+        in_loop(
+            tmp_path, {"openai": url}, observer=False, scopes=scopes, limits={"body_bytes": 2000}
+        ) as sidecar,
         app(sidecar.url) as (reader, writer),
     ):
         writer.write(sized(CHAT, body))
@@ -400,7 +426,7 @@ async def test_a_scope_may_refuse_what_the_ledger_cannot_take(
     scopes = [{"stage": "enforce-tools", "ledger_down": ledger_down}]
     async with (
         provider(whole(*FINE)) as url,
-        in_loop(tmp_path, {"openai": url}, scopes=scopes) as sidecar,
+        in_loop(tmp_path, {"openai": url}, observer=False, scopes=scopes) as sidecar,
         app(sidecar.url) as (reader, writer),
     ):
         await sidecar.proxy.ledger.close()
@@ -450,7 +476,7 @@ async def test_a_request_without_any_answer_may_be_sent_once_more(
     scopes = [{"stage": "enforce-tools", "reattempt": reattempt}]
     async with (
         provider(first, second) as url,
-        in_loop(tmp_path, {"openai": url}, scopes=scopes) as sidecar,
+        in_loop(tmp_path, {"openai": url}, observer=False, scopes=scopes) as sidecar,
     ):
         got = await answered(sidecar, ask(stream=stream))
     rows = ledger_rows(tmp_path, "attempt_generation, state, how")
@@ -467,7 +493,7 @@ async def test_there_is_no_third_attempt(tmp_path: Path) -> None:
     scopes = [{"stage": "enforce-tools", "reattempt": "confirmed"}]
     async with (
         provider(nothing, nothing, whole(*FINE)) as url,
-        in_loop(tmp_path, {"openai": url}, scopes=scopes) as sidecar,
+        in_loop(tmp_path, {"openai": url}, observer=False, scopes=scopes) as sidecar,
     ):
         refused = json.loads(await answered(sidecar, ask()))
     assert refused["error"]["code"] == "dispatch.unknown_outcome"

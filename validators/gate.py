@@ -125,7 +125,10 @@ class Gate:
         if not self.holds or ending is Ending.LEFT:
             return b""
         if self.assembler.ended:
-            return self._torn(rest) if rest and ending is Ending.CLEAN else b""
+            if rest and ending is Ending.CLEAN:
+                return self._torn(rest)
+            self.withheld_bytes += len(rest)
+            return b""
         out: list[bytes] = []
         self._retract(self.verdict.reason or Reason.STREAM_NO_STOP, out)
         return b"".join(out)
