@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FRAMEWORKS := langchain==1.5.2 langchain-openai==1.7.4 langchain-anthropic==1.7.10 openai-agents==0.24.0 "pydantic-ai-slim[openai,anthropic]==2.68.0"
 LIMIT ?= 2000
 STEP ?= 1
 AGENTS := tests/clients/node_modules/.installed
@@ -59,9 +60,10 @@ $(AGENTS): tests/clients/package.json tests/clients/package-lock.json
 	npm install --prefix tests/clients --no-save
 	@touch $@
 
-sdks: setup ## the older Python SDKs and the Node SDKs that some tests ask for (needs npm)
+sdks: setup ## older Python SDKs, agent frameworks and Node SDKs that some tests ask for (needs npm)
 	for sdk in openai==1.109.1 openai==2.54.0 anthropic==0.125.0; do \
 	  test -d tests/.sdks/$$sdk || $(BIN)/python -m pip install --quiet --target tests/.sdks/$$sdk $$sdk || exit 1; done
+	test -d tests/.sdks/frameworks || $(BIN)/python -m pip install --quiet --target tests/.sdks/frameworks $(FRAMEWORKS)
 	npm ci --ignore-scripts --no-audit --no-fund --prefix tests/node
 
 build: setup ## wheel and sdist in dist/
