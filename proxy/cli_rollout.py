@@ -20,7 +20,7 @@ from rich.text import Text
 
 from turngate.proxy import config, control
 from turngate.proxy.config import SettingsError
-from turngate.proxy.control import BadOrder, Declared, NoEvidence, NotYet, Operator, Overtaken, Rollout
+from turngate.proxy.control import BadOrder, NoEvidence, NotYet, Operator, Overtaken, Rollout
 from turngate.proxy.gates import Evidence
 from turngate.proxy.report_sections import moment
 from turngate.proxy.rollout import EVERYTHING, Order, Rung, Scope, Stage
@@ -154,7 +154,7 @@ def _find(config_file: Path | None, data_dir: Path | None) -> tuple[Path, Rollou
         _fail(
             f"no proxy has run with data_dir {settings.data_dir}; name its folder with --data-dir", EX_USAGE
         )
-    return ledger, control.read(ledger, Declared(settings.rungs(), settings.stage))
+    return ledger, control.read(ledger, settings.declared())
 
 
 def _scope(name: str) -> str:

@@ -33,6 +33,8 @@ from pydantic_settings import (
 )
 
 from turngate.proxy import rollout
+from turngate.proxy.control import Declared
+from turngate.proxy.gates import RollbackLimits, Thresholds
 from turngate.proxy.rollout import Headers, Ladder, Rung, Stage
 from turngate.proxy.upstream import ForwardProxy, Origin
 
@@ -207,6 +209,38 @@ class LedgerSettings(_Section):
     """How long a dispatch with tools stays UNKNOWN after its connection ended before it counts as abandoned."""
 
 
+_WANTED: Final = Thresholds()
+_BORNE: Final = RollbackLimits()
+
+
+class Promotion(_Section):
+    """What a promotion asks for; `gates.Thresholds` has the meaning of each."""
+
+    samples_min: int = Field(default=_WANTED.samples_min, ge=0)
+    false_refusals_max: int = Field(default=_WANTED.false_refusals_max, ge=0)
+    misses_max: int = Field(default=_WANTED.misses_max, ge=0)
+    witnesses_max: int = Field(default=_WANTED.witnesses_max, ge=0)
+    failures_max: int = Field(default=_WANTED.failures_max, ge=0)
+    unclear_share_max: float = Field(default=_WANTED.unclear_share_max, ge=0, le=1)
+    unsettled_share_max: float = Field(default=_WANTED.unsettled_share_max, ge=0, le=1)
+
+    def thresholds(self) -> Thresholds:
+        return Thresholds(**self.model_dump())
+
+
+class Rollback(_Section):
+    """At how many within `window_s` seconds a scope is rolled back by itself; 0: never for this."""
+
+    window_s: float = Field(default=_BORNE.window_s, gt=0)
+    false_refusals: int = Field(default=_BORNE.false_refusals, ge=0)
+    misses: int = Field(default=_BORNE.misses, ge=0)
+    witnesses: int = Field(default=_BORNE.witnesses, ge=0)
+    failures: int = Field(default=_BORNE.failures, ge=0)
+
+    def limits(self) -> RollbackLimits:
+        return RollbackLimits(**self.model_dump())
+
+
 class Otlp(_Section):
     """Where spans and metrics go; headers only by OTEL_EXPORTER_OTLP_HEADERS, so that no key stands in a file."""
 
@@ -260,6 +294,8 @@ class Settings(BaseSettings):
     timeouts: Timeouts = Timeouts()
     tls: Tls = Tls()
     ledger: LedgerSettings = LedgerSettings()
+    promotion: Promotion = Promotion()
+    rollback: Rollback = Rollback()
     spool: Spool = Spool()
     otlp: Otlp = Otlp()
     log: Annotated[Literal["auto", "text", "json", "off"], BeforeValidator(_off)] = "auto"
@@ -300,6 +336,10 @@ class Settings(BaseSettings):
         return tuple(
             [Rung(of.upstream, of.model, scope.stage, of.header, scope.percent) for of, scope in covered]
         )
+
+    def declared(self) -> Declared:
+        """All that commands and the observer have to know of them."""
+        return Declared(self.rungs(), self.stage, self.promotion.thresholds(), self.rollback.limits())
 
 
 def file_of(config: Path | None) -> Path:

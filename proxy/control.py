@@ -13,6 +13,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Generic, TypeVar
@@ -22,7 +23,7 @@ import msgspec
 
 from turngate.proxy.gates import Evidence, Guard, RollbackLimits, Thresholds, missing
 from turngate.proxy.rollout import EVERYTHING, Order, Rung, Scope, Stage, arrange, step_down, step_up
-from turngate.telemetry.events import AnyEvent
+from turngate.telemetry.events import AnyEvent, StageOrdered
 
 WATCH_S: Final = 0.1
 FILE_WATCH_S: Final = 0.25
@@ -103,6 +104,23 @@ def _row(rung: Rung) -> dict[str, object]:
         "why": order.why if order is not None else "",
         "evidence": order.evidence if order is not None else "",
     }
+
+
+def ordered(order: Order, *, instance: str, at_s: float) -> StageOrdered:
+    """What is told of an order that is in force for a proxy since `at_s`, Unix time."""
+    return StageOrdered(
+        at_s=at_s,
+        instance=instance,
+        stage=order.stage or "",
+        who=order.who,
+        why=order.why,
+        scope=order.scope,
+        percent=order.percent,
+        rest=order.rest or "",
+        evidence=order.evidence,
+        automatic=Operator(order.who, order.why) == AUTOMATIC,
+        set_s=order.set_s,
+    )
 
 
 class Overtaken(Exception):
@@ -200,7 +218,7 @@ def _order(row: Sequence[object]) -> Order:
 
 
 class Watcher:
-    """Tells `changed` about each new order, from a thread of its own; those in force at the start at once."""
+    """Tells `changed` about each new order, from a thread of its own; those in force already before `start` returns."""
 
     def __init__(
         self, ledger: Path, changed: Callable[[Order], None], failed: Callable[[Exception], None]
@@ -214,6 +232,9 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def start(self) -> None:
+        # Else the first requests after a restart would go by the settings that an order stands above.
+        with contextlib.suppress(sqlite3.Error, ValueError), contextlib.closing(_open(self._ledger)) as db:
+            self._tell_news(db)
         self._thread.start()
 
     def stop(self) -> None:
@@ -237,10 +258,13 @@ class Watcher:
                 (now,) = db.execute("PRAGMA data_version").fetchone()
                 if now != version:
                     version = now
-                    for order in self._news(db):
-                        self._changed(order)
-                        self._told = order.number
+                    self._tell_news(db)
                 self._stop.wait(WATCH_S)
+
+    def _tell_news(self, db: sqlite3.Connection) -> None:
+        for order in self._news(db):
+            self._changed(order)
+            self._told = order.number
 
     def _news(self, db: sqlite3.Connection) -> list[Order]:
         """Orders that were not told yet, oldest first."""
@@ -440,6 +464,8 @@ class FileWatcher(Generic[T]):
 
 
 AUTOMATIC: Final = Operator("turngate", "automatic rollback")
+UNWATCHED_MAX: Final = 10_000
+"""Events kept while the ledger cannot be read."""
 
 
 class AutomaticRollback:
@@ -452,14 +478,18 @@ class AutomaticRollback:
         self._ledger = ledger
         self._told = told
         self._guard = Guard()
+        self._unwatched: deque[AnyEvent] = deque(maxlen=UNWATCHED_MAX)
 
     def observe_all(self, events: Sequence[AnyEvent]) -> None:
-        """Take in events that are in the evidence now. Raises sqlite3.Error and ValueError."""
+        """Take in events that are in the evidence now. Raises sqlite3.Error and ValueError; the next call goes on."""
         if not self._ledger.exists():
             return  # the proxy could not make its ledger yet, and enforces nothing
+        self._unwatched.extend(events)
         rollout = read(self._ledger)
         self._guard.limits = rollout.declared.limits
-        for alarm in self._guard.watch(events, rollout.rungs):
+        alarms = self._guard.watch(tuple(self._unwatched), rollout.rungs)
+        self._unwatched.clear()
+        for alarm in alarms:
             scope = alarm.rung.name
             stage = step_down(alarm.rung, rollout.history_of(scope))
             if stage is None:

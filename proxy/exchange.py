@@ -87,6 +87,7 @@ class Exchange:
 
     __slots__ = (
         "_connecting",
+        "_on_its_way",
         "app",
         "attempt",
         "digest",
@@ -117,6 +118,7 @@ class Exchange:
         self.leaks: list[Hit] | None = None
         self.unread = Reason.INTERNAL
         self._connecting: asyncio.Task[object] | None = None
+        self._on_its_way = False
         self.dispatch: Dispatch | None = None
         settings = services.settings
         self.reply = Reply(app, self.record, settings.limits, settings.timeouts, services.holds)
@@ -209,6 +211,7 @@ class Exchange:
 
     async def _observe(self, route: Route, dialect: Dialect) -> None:
         """Send as the bytes come; judge what was sent while the provider thinks."""
+        self._on_its_way = True
         link = await self._connect(route)
         if link is None:
             return
@@ -298,9 +301,11 @@ class Exchange:
 
     def _stage(self, route: Route, model: str, body: bytes) -> Stage:
         """The stage that is in force for this request now."""
-        return self.services.ladder.stage(
+        stage = self.services.ladder.stage(
             route.target.name, model, self.app.head.headers, lambda: first_turn(body)
         )
+        # An order to enforce that came during the upload is for the next request: this one was sent unclaimed.
+        return Stage.OBSERVE if self._on_its_way and stage.rank > Stage.OBSERVE.rank else stage
 
     def _judged(self, route: Route, judged: Judged, body: bytes) -> Judgement:
         """Take over what was found out about the request, and the stage it is under."""

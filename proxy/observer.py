@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import socket
+import sqlite3
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ import msgspec
 from aiohttp import web
 
 from turngate import __version__
+from turngate.proxy import control
 from turngate.proxy.admin import RolloutDesk, Status, admin_app
 from turngate.proxy.control import AutomaticRollback
 from turngate.proxy.gates import Evidence
@@ -222,13 +224,14 @@ async def _load_until(
     async def tried(where: str, attempt: Awaitable[object]) -> bool:
         try:
             await attempt
-        except (OSError, duckdb.Error) as exc:
+        except (OSError, ValueError, duckdb.Error, sqlite3.Error) as exc:
             registry.add("observer_failures_total", 1, where)
             print(f"turngate observer: {where}: {exc}", file=sys.stderr, flush=True)
             return False
         return True
 
     await tried("restore", in_loader(loader, _restore, evidence_dir, registry))
+    await tried("restore", in_loader(loader, restore_orders, evidence_dir.with_name(LEDGER), registry))
     backoff_s = PAUSE_MIN_S
     while not stopping.is_set():
         begun_s = time.monotonic()
@@ -247,6 +250,14 @@ async def _load_until(
 def _restore(evidence_dir: Path, registry: Registry) -> None:
     """The age of an UNKNOWN dispatch must survive the observer that saw it begin."""
     registry.restore_unknown(open_unknowns(evidence_dir))
+
+
+def restore_orders(ledger: Path, registry: Registry) -> None:
+    """Which orders stand, too: the proxy tells each only once. All others heard of them in that earlier life."""
+    if ledger.exists():
+        orders = control.read(ledger).in_force.values()
+        told = [control.ordered(order, instance="", at_s=order.set_s) for order in orders]
+        Registry.observe_all(registry, told)
 
 
 async def _pause(stopping: asyncio.Event, pause_s: float) -> None:

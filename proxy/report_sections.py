@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-from turngate.telemetry.report import TOP_MAX, Count, Report, Rule, Scope, Share
+from turngate.telemetry.report import TOP_MAX, Count, Order, Report, Rule, Scope, Share
 
 Tone = Literal["", "good", "warn", "bad", "quiet"]
 
@@ -204,14 +204,21 @@ def _traffic(report: Report) -> Section:
         rows = [
             (
                 Cell(moment(each.at_s)),
-                Cell(each.stage or "as the settings say"),
+                Cell({"all": "everything"}.get(each.scope, each.scope)),
+                Cell(_ordered(each)),
                 Cell(each.who),
-                Cell(each.why, "quiet"),
+                Cell("; ".join(filter(None, (each.why, each.evidence))), "quiet"),
             )
             for each in report.orders
         ]
-        grids.append(Grid("Stages ordered, the newest first", ("when", "stage", "who", "why"), rows))
+        grids.append(Grid("Stages ordered, the newest first", ("when", "scope", "stage", "who", "why"), rows))
     return Section("Traffic", says, "", tuple(grids))
+
+
+def _ordered(order: Order) -> str:
+    if not order.stage:
+        return "as the settings say"
+    return order.stage if order.percent == 100 else f"{order.stage} {order.percent} %"
 
 
 def _shares(title: str, shares: Sequence[Share], whole: int) -> Grid:

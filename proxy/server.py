@@ -21,7 +21,7 @@ from turngate.proxy import control, wire
 from turngate.proxy.access import accesses
 from turngate.proxy.app_side import App, Listener
 from turngate.proxy.config import Address, Settings, SettingsError
-from turngate.proxy.control import Declared, FileWatcher, Watcher
+from turngate.proxy.control import FileWatcher, Watcher
 from turngate.proxy.exchange import Exchange, Services
 from turngate.proxy.judging import Judge
 from turngate.proxy.keys import load_or_create_key
@@ -31,7 +31,7 @@ from turngate.proxy.routes import Routes
 from turngate.proxy.supervisor import ObserverSettings, Supervisor
 from turngate.proxy.upstream import Origin, Pool
 from turngate.proxy.wire import Framing
-from turngate.telemetry.events import FailureCounted, ProxyPulse, ProxyStarted, ProxyStopped, StageOrdered
+from turngate.telemetry.events import FailureCounted, ProxyPulse, ProxyStarted, ProxyStopped
 from turngate.telemetry.spool import Spool
 from turngate.validators.gate import HoldBudget
 from turngate.validators.ledger import Retries
@@ -282,7 +282,7 @@ class Proxy:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._redeclared, settings)
         try:
-            control.declare(self._ledger_path, _declared(settings))
+            control.declare(self._ledger_path, settings.declared())
         except sqlite3.Error as error:
             self._failed("control", error)
 
@@ -298,19 +298,7 @@ class Proxy:
     def _ordered(self, order: Order) -> None:
         """An order: in force for the next request, open ones go on as they began."""
         self._services.ladder.obey(order)
-        self.spool.emit(
-            StageOrdered(
-                at_s=time.time(),
-                instance=self.instance,
-                stage=order.stage or "",
-                who=order.who,
-                why=order.why,
-                scope=order.scope,
-                percent=order.percent,
-                rest=order.rest or "",
-                evidence=order.evidence,
-            )
-        )
+        self.spool.emit(control.ordered(order, instance=self.instance, at_s=time.time()))
 
     def _failed(self, where: str, error: Exception) -> None:
         self.spool.emit(FailureCounted(at_s=time.time(), where=where, error=type(error).__name__))
@@ -318,7 +306,7 @@ class Proxy:
     def _open_ledger(self) -> bool:
         try:
             self.ledger.open()
-            control.declare(self._ledger_path, _declared(self.settings))
+            control.declare(self._ledger_path, self.settings.declared())
         except LedgerDown as error:
             self._failed("ledger.open", error)
             return False
@@ -332,10 +320,6 @@ class Proxy:
             await asyncio.sleep(LEDGER_RETRY_S)
             if await asyncio.to_thread(self._open_ledger):
                 return
-
-
-def _declared(settings: Settings) -> Declared:
-    return Declared(settings.rungs(), settings.stage)
 
 
 def _operations() -> Iterator[str]:

@@ -101,6 +101,10 @@ class StageOrdered(Event, frozen=True, tag="stage_ordered"):
     rest: str = ""
     evidence: str = ""
     """By what it was decided, in one sentence; empty where nobody asked for any."""
+    automatic: bool = False
+    """Whether Turngate rolled the scope back by itself."""
+    set_s: float = 0.0
+    """When it was given, Unix time. A proxy that starts tells the orders that stand again, with a later `at_s`."""
 
 
 class ExchangeEnded(Event, frozen=True, tag="exchange_ended"):

@@ -126,10 +126,20 @@ _PROVIDER = Label("provider", tuple(value for value in get_args(ProviderClass) i
 _WHERE = Label(
     "where",
     (
-        *("exchange", "connection", "judge", "gate", "coding", "witness", "record", "control"),
+        *("exchange", "connection", "judge", "gate", "coding", "witness", "record", "control", "settings"),
         *("ledger.open", "ledger.claim", "ledger.move", "ledger.write", "ledger.cas", "ledger.dropped"),
         *("observer_start", "spool"),
-        *("segment", "segment_line", "evidence_file", "evidence_corrupt", "load", "restore", "log", "otlp"),
+        *(
+            "segment",
+            "segment_line",
+            "evidence_file",
+            "evidence_corrupt",
+            "load",
+            "restore",
+            "rollback",
+            "log",
+            "otlp",
+        ),
     ),
     names_max=40,
 )
@@ -338,6 +348,12 @@ _HONESTY = (
         "The share of a scope's conversations for which an order put the stage in force; without one the settings hold.",
         (_SCOPE, _STAGE),
     ),
+    Metric(
+        "rollout_rolled_back",
+        "gauge",
+        "1 while the order in force for a scope is one that Turngate gave by itself, because of what it got wrong.",
+        (_SCOPE,),
+    ),
 )
 
 _OURS = (
@@ -520,6 +536,7 @@ class Registry(Collector):
                     of_rest = (100 - event.percent) * (stage == event.rest)
                     share = event.percent * (stage == event.stage) + of_rest
                     self._samples["rollout_stage"][(event.scope, stage)].value = share / 100
+                self._samples["rollout_rolled_back"][(event.scope,)].value = float(event.automatic)
             case ProxyPulse():
                 self._feel(event.open_exchanges, event.open_streams, event.held_bytes, event.eventloop_lag_s)
             case ProxyStarted() | ProxyStopped():

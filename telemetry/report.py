@@ -192,12 +192,15 @@ class Cost(Row, frozen=True):
 
 
 class Order(Row, frozen=True):
-    """A stage that an operator put in force."""
+    """A stage that was put in force for `percent` of a scope's conversations; empty: as the settings say again."""
 
     at_s: float
+    scope: str
     stage: str
+    percent: int
     who: str
     why: str
+    evidence: str
 
 
 class Example(Row, frozen=True):
@@ -463,7 +466,11 @@ FROM exchange_ended WHERE api <> '' AND outcome IN ('retracted', 'unknown', 'cli
 GROUP BY outcome ORDER BY exchanges DESC, outcome
 """
 
-_ORDERS: Final = f"SELECT at_s, stage, who, why FROM stage_ordered ORDER BY at_s DESC LIMIT {TOP_MAX}"
+# A proxy that starts tells the orders that stand once more.
+_ORDERS: Final = f"""
+SELECT min(at_s) AS at_s, scope, stage, percent, who, why, evidence FROM stage_ordered
+GROUP BY scope, stage, percent, who, why, evidence, set_s ORDER BY min(at_s) DESC, scope LIMIT {TOP_MAX}
+"""
 
 _UNKNOWN_NOW: Final = "operation IN (SELECT operation FROM dispatches WHERE state = 'UNKNOWN')"
 _WITHHELD: Final = "operation IN (SELECT operation FROM call_decided WHERE decision = 'withheld')"

@@ -151,6 +151,9 @@ OWN_COMMENTS: Final[Mapping[tuple[str, str], str]] = {
             "percent": "Of the scope's conversations.",
             "rest": "The stage of the others; empty: as the next scope says.",
             "evidence": "By what it was decided, in one sentence; empty where nobody asked for any.",
+            "automatic": "Whether Turngate rolled the scope back by itself.",
+            "set_s": "When it was given, Unix time. A proxy that starts tells the orders that stand again: with a later "
+            "at_s and the same set_s.",
         },
         "exchange_ended": {
             "stream": "Whether the app asked for a streamed answer.",

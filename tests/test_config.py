@@ -16,6 +16,8 @@ from turngate.proxy.config import (
     load,
     unknown_variables,
 )
+from turngate.proxy.control import Declared
+from turngate.proxy.gates import RollbackLimits, Thresholds
 from turngate.proxy.rollout import Stage
 
 
@@ -59,6 +61,15 @@ def test_without_any_source_the_defaults_hold(tmp_path: Path) -> None:
     assert settings.data_dir == tmp_path / "state" / "turngate"
     assert (settings.ledger.lease_s, settings.ledger.settle_s, settings.drain_s) == (10.0, 5.0, 25.0)
     assert not settings.allow_remote
+
+
+def test_gates_and_limits_have_the_documented_defaults_and_can_be_set() -> None:
+    assert load().declared() == Declared()
+    write("{promotion: {samples_min: 50}, rollback: {misses: 0, window_s: 60}}")
+    declared = load().declared()
+    assert declared.thresholds == Thresholds(samples_min=50)
+    assert declared.limits == RollbackLimits(misses=0, window_s=60)
+    assert "rollback.window_s" in refused("rollback: {window_s: 0}")
 
 
 def test_without_a_state_home_the_data_lies_under_the_home(monkeypatch: pytest.MonkeyPatch) -> None:

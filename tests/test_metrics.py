@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -199,6 +199,10 @@ def anomaly(reason: str) -> AnomalySeen:
     return AnomalySeen(at_s=1.0, operation="op-1", upstream="openai", api="openai_chat", reason=reason)
 
 
+def ordered(stage: str, **fields: Any) -> StageOrdered:
+    return StageOrdered(at_s=1.0, instance="i", stage=stage, who="w", why="", **fields)
+
+
 LEAK = PreviewLeaked(
     at_s=1.0,
     operation="op-2",
@@ -367,11 +371,19 @@ CASES: dict[str, tuple[list[AnyEvent], Samples]] = {
         {},
     ),
     "an order puts one stage in force, and its end none": (
-        [StageOrdered(at_s=1.0, instance="i", stage=stage, who="w", why="") for stage in ("off", "observe")],
+        [ordered("off"), ordered("observe")],
         {'rollout_stage{scope="all",stage="observe"}': 1},
     ),
+    "a scope that Turngate rolled back by itself": (
+        [ordered("observe", automatic=True)],
+        {'rollout_stage{scope="all",stage="observe"}': 1, 'rollout_rolled_back{scope="all"}': 1},
+    ),
+    "the order after that ends it": (
+        [ordered("observe", automatic=True), ordered("enforce-text")],
+        {'rollout_stage{scope="all",stage="enforce-text"}': 1},
+    ),
     "an order's end leaves the settings": (
-        [StageOrdered(at_s=1.0, instance="i", stage=stage, who="w", why="") for stage in ("off", "")],
+        [ordered("off"), ordered("")],
         {},
     ),
     "a finding that refused": (

@@ -28,6 +28,7 @@ from turngate.proxy.control import (
     Watcher,
 )
 from turngate.proxy.gates import Evidence, Fault, RollbackLimits
+from turngate.proxy.observer import restore_orders
 from turngate.proxy.rollout import Order, Rung, Stage
 from turngate.proxy.rollout_evidence import read_evidence
 from turngate.telemetry.events import AnyEvent, FailureCounted, StateChanged
@@ -167,6 +168,16 @@ def test_a_watcher_tells_what_is_in_force_then_each_new_order_once(ledger: Path)
         control.give(ledger, Stage.OFF, who="bo", why="", scope="azure")
         assert next_order(heard).scope == "azure"
     assert heard.empty()
+
+
+def test_the_orders_that_stand_are_in_force_before_the_first_request(ledger: Path) -> None:
+    control.give(ledger, Stage.OFF, who="ada", why="")
+    heard: list[Stage | None] = []
+    watcher = Watcher(ledger, lambda order: heard.append(order.stage), lambda _error: None)
+    watcher.start()
+    assert heard == [Stage.OFF]
+    watcher.stop()
+    assert heard == [Stage.OFF]
 
 
 def test_a_watcher_tells_what_it_cannot_read_and_goes_on(ledger: Path) -> None:
@@ -485,6 +496,41 @@ def test_an_operator_who_is_faster_is_not_overruled(ledger: Path, monkeypatch: p
     AutomaticRollback(ledger).observe_all([ended(2e9, f"op-{n}", **MISS) for n in range(5)])
     monkeypatch.undo()
     assert control.read(ledger).history[0].who == "ada"
+
+
+def test_what_was_seen_while_the_ledger_could_not_be_read_counts_later(
+    ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control.give(ledger, Stage.ENFORCE_TOOLS, who="ada", why="")
+    automatic = AutomaticRollback(ledger)
+
+    def locked(_ledger: Path) -> control.Rollout:
+        raise sqlite3.OperationalError("database is locked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(control, "read", locked)
+        with pytest.raises(sqlite3.OperationalError):
+            automatic.observe_all([ended(2e9, f"op-{n}", **FALSE) for n in range(2)])
+    automatic.observe_all([ended(2e9, "op-2", **FALSE)])
+    assert control.read(ledger).history[0].who == "turngate"
+
+
+def test_an_observer_that_starts_again_knows_which_orders_stand(ledger: Path) -> None:
+    control.give(
+        ledger, Stage.ENFORCE_TOOLS, who="ada", why="", scope="openai", percent=10, rest=Stage.OBSERVE
+    )
+    control.give(ledger, Stage.ENFORCE_TOOLS, who="ada", why="", scope="azure")
+    AutomaticRollback(ledger).observe_all(
+        [ended(2e9, f"op-{n}", upstream="azure", **FALSE) for n in range(3)]
+    )
+    registry = Registry("1")
+    restore_orders(ledger, registry)
+    shares = {stage: registry.value("rollout_stage", "openai", stage) for stage in Stage}
+    assert {stage: share for stage, share in shares.items() if share} == {
+        "enforce-tools": 0.1,
+        "observe": 0.9,
+    }
+    assert [registry.value("rollout_rolled_back", scope) for scope in ("openai", "azure")] == [0, 1]
 
 
 def test_without_a_ledger_there_is_nothing_to_roll_back(tmp_path: Path) -> None:

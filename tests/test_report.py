@@ -237,6 +237,28 @@ def report_of_a_week(evidence: Path) -> Report:
     return report_of(evidence, NOW - 7 * 86_400)
 
 
+def test_an_order_stands_once_however_often_it_was_told(tmp_path: Path) -> None:
+    def told(at_s: float, set_s: float, percent: int) -> StageOrdered:
+        stage = "enforce-tools"
+        return StageOrdered(
+            at_s=at_s,
+            instance="i",
+            stage=stage,
+            who="ada",
+            why="",
+            scope="azure",
+            percent=percent,
+            set_s=set_s,
+        )
+
+    events = [told(NOW - 3, NOW - 4, 10), told(NOW - 2, NOW - 2, 100), told(NOW - 1, NOW - 2, 100)]
+    report = report_of(write_evidence(tmp_path, events))
+    assert [(each.at_s, each.scope, each.percent) for each in report.orders] == [
+        (NOW - 2, "azure", 100),
+        (NOW - 3, "azure", 10),
+    ]
+
+
 def test_the_totals_hold_each_verdict_against_the_providers_answer(week: Report) -> None:
     totals = week.totals
     assert (totals.exchanges, totals.refused, totals.would_refuse, totals.unjudged) == (11, 1, 3, 1)

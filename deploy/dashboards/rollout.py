@@ -61,8 +61,17 @@ STAGES: Final = (
         "Orders in force",
         Query(f"max by (scope, stage) ({metric('rollout_stage')})", "{{scope}}: {{stage}}"),
         Advice(
-            "none: the settings hold.",
-            "`turngate rollout show` tells who gave it and why.",
+            "none, or the rollout you are in.",
+            "one for `all` holds everything down: `turngate rollout show` tells who gave it and why.",
+            "TurngateHeldDown",
+        ),
+    ),
+    states(
+        "Rolled back by itself",
+        Query(f"max by (scope) ({metric('rollout_rolled_back')})", "{{scope}}"),
+        Advice(
+            "never.",
+            "Turngate saw itself be wrong there: `turngate rollout show` tells in what.",
             "TurngateRolledBack",
         ),
     ),
