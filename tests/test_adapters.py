@@ -675,7 +675,9 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize(("call", "expected"), PATHS.items(), ids=lambda value: getattr(value, "api", str(value)))
+@pytest.mark.parametrize(
+    ("call", "expected"), PATHS.items(), ids=lambda value: getattr(value, "api", str(value))
+)
 def test_the_path_tells_the_dialect(call: tuple[str, str], expected: Dialect | None) -> None:
     assert by_path(*call) is expected
 
