@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="finds the observer's process id in /proc"
 )
 
-KILLS: Final = int(os.environ.get("CRASHES") or 20)
+KILLS: Final = int(os.environ.get("CRASHES") or 6)
 SEED: Final = int(os.environ.get("CRASH_SEED") or 1)
 
 CLIENTS: Final = 16

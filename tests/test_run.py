@@ -28,7 +28,7 @@ from turngate.proxy.simulator import Simulator
 TURNGATE: Final = (sys.executable, "-P", "-m", "turngate")
 NOTHING: Final = tuple(part for name, url in NOWHERE.items() for part in ("--upstream", f"{name}={url}"))
 """No provider can be reached: for commands that ask none."""
-HANG_S: Final = 60.0
+HANG_S: Final = 150.0
 """A bound that only what hangs meets."""
 
 BASE_URLS: Final = {name for family in run_module.FAMILIES for name in family.variables}
@@ -412,13 +412,11 @@ CODES: Final = {
 }
 
 
-@pytest.mark.parametrize(("command", "code", "said"), CODES.values(), ids=CODES)
-async def test_the_exit_code_is_the_command_s(
-    tmp_path: Path, command: tuple[str, ...], code: int, said: str
-) -> None:
-    ended = await run(tmp_path, *NOTHING, *command)
-    assert ended.code == code, ended.err
-    assert said in ended.err
+async def test_the_exit_code_is_the_command_s(tmp_path: Path) -> None:
+    ends = await asyncio.gather(*(run(tmp_path, *NOTHING, *command) for command, _, _ in CODES.values()))
+    for ended, (_, code, said) in zip(ends, CODES.values(), strict=True):
+        assert ended.code == code, ended.err
+        assert said in ended.err
 
 
 async def test_bytes_pass_through_standard_input_and_output_unchanged(tmp_path: Path) -> None:
