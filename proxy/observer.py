@@ -50,9 +50,9 @@ PAUSE_PER_COST: Final = 100
 
 BACKOFF_MAX_S: Final = 5.0
 
-NICENESS: Final = 10
-"""Beside a proxy on one core, a load would hold deltas up for milliseconds; so a tenth of the core is left for it when
-the proxy takes all it can get, which is enough for some 5,000 exchanges a second."""
+NICENESS: Final = 5
+"""Beside a proxy on one core, a load would hold deltas up for milliseconds; so a quarter of the core is left for it
+when the proxy takes all it can get. Less would let a busy machine starve it: its end is waited for."""
 
 OTLP_VARIABLES: Final = tuple(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT" for name in ("", "TRACES_", "METRICS_"))
 """Each names a collector, as it does for every program that uses OpenTelemetry."""
