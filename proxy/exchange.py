@@ -182,7 +182,6 @@ class Exchange:
             return
         self.record.api = route.dialect.api
         self.record.server = route.target.server
-        self.record.client = client_family(self.app.head.headers)
         self.record.traceparent = traceparent_of(self.app.head.headers)
         self.reply.dialect = route.dialect
         stages = self.services.ladder.possible(route.target.name, self.app.head.headers)
@@ -211,7 +210,7 @@ class Exchange:
 
     async def _observe(self, route: Route, dialect: Dialect) -> None:
         """Send as the bytes come; judge what was sent while the provider thinks."""
-        self._on_its_way = True
+        self._on_its_way = False
         link = await self._connect(route)
         if link is None:
             return
@@ -372,11 +371,10 @@ class Exchange:
         if self.leaks is not None:
             return  # where integrity is enforced it has been looked at before the sending
         self.leaks = []
-        owner = self._owner()
-        if owner not in services.marks:
-            return
         try:
-            self.leaks = services.marks.find(owner, dialect.said(body))
+            owner = self._owner()
+            if owner in services.marks:
+                self.leaks = services.marks.find(owner, dialect.said(body))
             for hit in self.leaks:
                 record.leaked(hit)
         except Exception as error:  # noqa: BLE001 - counted; the request has been sent
@@ -654,7 +652,9 @@ class Exchange:
         record = self.record
         if self.link is not None:
             self.link.release()
-        self.reply.read_failure()
+        if record.api:
+            record.client = client_family(self.app.head.headers)
+        self.reply.read_success()
         verdict = self.reply.verdict
         ended_well = verdict is not None and verdict.turn in ENDED_WELL
         if self.app.gone and not ended_well:

@@ -172,7 +172,6 @@ class Reply:
     async def receive(self, link: Link, head: Head) -> None:
         """Take the answer behind its head and give the app what may pass."""
         if self.dialect is not None and self.sequence is not None and 200 <= head.status < 300:
-            self._record.answered(answers.ACCEPTED)
             plain = _encoding(head) == b"identity"
             self._witnesses = Witnesses(self.dialect.api, plain=plain, failed=self._record.failed)
             self._app.told = self._witnesses.told
@@ -456,8 +455,11 @@ class Reply:
         except Exception as error:  # noqa: BLE001 - counted; the answer has been passed on
             self._record.failed("classify", error)
 
-    def read_failure(self) -> None:
-        """An error with status 200, in the place of the answer, is a refusal all the same."""
+    def read_success(self) -> None:
+        """An answer with a good status says that the request was taken; an error in its place refuses it all the same."""
+        if self._witnesses is None:
+            return
+        self._record.answered(answers.ACCEPTED)
         assembler = self.assembler
         if assembler is None or not assembler.failure or assembler.text_characters or assembler.calls:
             return

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from running import InLoop, Sidecar, evidence, in_loop, ledger_rows
 
-from turngate.proxy import control, server
+from turngate.proxy import control, exchange, server
 from turngate.proxy.judging import Judge
 from turngate.proxy.keys import load_or_create_key
 from turngate.proxy.record import Record
@@ -26,6 +26,8 @@ from turngate.proxy.simulator import Simulator
 from turngate.telemetry.events import ProxyPulse
 from turngate.telemetry.witness import Flow, Scanner
 from turngate.validators.gate import Gate
+from turngate.validators.ledger import Retries
+from turngate.validators.previews import Marks, Preview
 from turngate.validators.stream import Assembler, Call
 
 ORPHAN = {
@@ -280,6 +282,11 @@ FAULTS = {
     "the sum of what went out": (Flow, "gave", "witness"),
     "the scanner": (Scanner, "see", "witness"),
     "the scanner's last word": (Scanner, "end", "record"),
+    "recognising a retry": (Retries, "retried", "judge"),
+    "recognising what was retracted": (Marks, "__contains__", "previews"),
+    "collecting the preview": (Preview, "add", "gate"),
+    "what the client is": (exchange, "client_family", "record"),
+    "what the answer says": (Record, "answered", "record"),
 }
 
 
@@ -291,7 +298,7 @@ async def observed(tmp_path: Path) -> AsyncIterator[tuple[Simulator, InLoop]]:
 
 @pytest.mark.parametrize(("owner", "method", "where"), FAULTS.values(), ids=FAULTS)
 async def test_a_fault_of_ours_leaves_observed_traffic_as_it_is_and_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, where: str
 ) -> None:
     async with observed(tmp_path) as (provider, proxy):
         alone = await post(provider.url, LOOK)
