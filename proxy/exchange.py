@@ -210,7 +210,7 @@ class Exchange:
 
     async def _observe(self, route: Route, dialect: Dialect) -> None:
         """Send as the bytes come; judge what was sent while the provider thinks."""
-        self._on_its_way = False
+        self._on_its_way = True
         link = await self._connect(route)
         if link is None:
             return
