@@ -12,7 +12,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +38,8 @@ from turngate.validators.ledger import Retries
 from turngate.validators.previews import Marks
 from turngate.validators.schemas import Schemas
 
+WATCHED: Final = ("stage", "scopes", "conversation_from", "promotion", "rollback")
+"""Settings that a running proxy takes over when their file changes."""
 LEDGER_RETRY_S: Final = 5.0
 PULSE_S: Final = 5.0
 PULSE_LOOKS: Final = 10
@@ -278,7 +280,7 @@ class Proxy:
         self._control.stop()
 
     def _hear_settings(self, settings: Settings) -> None:
-        """Called in a watcher's thread. Stages and scopes are taken over; all else is so from the next start on."""
+        """Called in a watcher's thread. What is in `WATCHED` is taken over; all else is so from the next start on."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._redeclared, settings)
         try:
@@ -287,8 +289,11 @@ class Proxy:
             self._failed("control", error)
 
     def _redeclared(self, settings: Settings) -> None:
-        ladder = self._services.ladder
-        ladder.redeclare(settings.rungs(), settings.stage, sticky_header=settings.conversation_from)
+        services = self._services
+        services.ladder.redeclare(settings.rungs(), settings.stage, sticky_header=settings.conversation_from)
+        changed = services.settings.model_copy(update={name: getattr(settings, name) for name in WATCHED})
+        # Open exchanges keep what they began with.
+        self._services = replace(services, settings=changed)
 
     def _hear(self, order: Order) -> None:
         """Called in the watcher's thread."""

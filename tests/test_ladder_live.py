@@ -193,12 +193,17 @@ async def test_a_settings_file_that_changes_changes_the_stages(tmp_path: Path) -
         assert await asking.ask() == (False, 200)
         file = tmp_path / "data.yaml"
         said = settings_of(tmp_path / "data", {"openai": simulator.url}, "observe", {})
-        file.write_text(yaml.safe_dump({**said, "scopes": [{"stage": "enforce-text"}]}))
+        file.write_text(
+            yaml.safe_dump({**said, "scopes": [{"stage": "enforce-text", "uncovered": "refuse"}]})
+        )
 
         async def enforced() -> bool:
             return (await asking.ask())[0]
 
         await until(enforced)
+        async with asking.session.post(f"{asking.url}/v1/chat/completions", data=b"{") as answer:
+            assert answer.status == 400  # what a scope says beside its stage holds as well
+            assert answer.headers["x-turngate-reason"] == "body.undecodable"
         file.write_text("stage: [no stage]\n")  # told, and nothing changes
 
         async def told() -> bool:
