@@ -8,7 +8,7 @@ Where something may be refused, the body is read first, then judged, claimed in 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
@@ -30,6 +30,7 @@ from turngate.proxy.rollout import Action, Ladder, Stage, decide, enforced, firs
 from turngate.proxy.routes import NoRoute, Route, Routes
 from turngate.proxy.upstream import Broken, Head, Link, Pool, Unreachable
 from turngate.proxy.wire import Framing
+from turngate.proxy.witnesses import Carried
 from turngate.telemetry.events import AnyEvent, shown_model
 from turngate.validators.gate import HoldBudget
 from turngate.validators.graph import MessageSequence
@@ -90,6 +91,7 @@ class Exchange:
         "_on_its_way",
         "app",
         "attempt",
+        "carried",
         "digest",
         "dispatch",
         "leaks",
@@ -114,6 +116,7 @@ class Exchange:
         self.sequence: MessageSequence | None = None
         self.digest = b""
         self.attempt = 1
+        self.carried = Carried(self.record.failed)
         self.owner: str | None = None
         self.leaks: list[Hit] | None = None
         self.unread = Reason.INTERNAL
@@ -231,9 +234,9 @@ class Exchange:
     async def _enforce(self, route: Route, dialect: Dialect) -> None:
         """Read, judge, claim, then send. Also the way of requests whose model tells the upstream."""
         kept = Kept(self.services.settings.limits.body_bytes)
-        kept.add(self.app.read_ready())
+        kept.add(self._read_ready())
         while not self.app.at_end and not kept.full:
-            kept.add(await self.app.read())
+            kept.add(await self._read())
         body = kept.whole()
         if body is None:
             self.record.unjudged(Reason.LIMIT_BODY)
@@ -259,7 +262,17 @@ class Exchange:
         if action is Action.REFUSE and self.sequence is not None:
             self._refuse(route, dialect, judgement)
         else:
-            await self._send(route, body)
+            await self._send(route, body, kept.parts)
+
+    async def _read(self) -> bytes:
+        data = await self.app.read()
+        self.carried.took(data)
+        return data
+
+    def _read_ready(self) -> bytes:
+        data = self.app.read_ready()
+        self.carried.took(data)
+        return data
 
     # 2 to 5. Decode, judge, decide
 
@@ -434,22 +447,25 @@ class Exchange:
 
     # 6, 7. Claim, send
 
-    async def _send(self, route: Route, body: bytes) -> None:
-        """Send a body that has been read; where enforced, the ledger says so on disk first."""
+    async def _send(self, route: Route, body: bytes, parts: Sequence[bytes]) -> None:
+        """Send a body that has been read, in the parts in which it came; where enforced, the ledger says so on disk first."""
         link = await self._claim_and_connect(route)
         if link is None:
             return
         self.reply.may_repeat = self._may_repeat(route)
-        await self._send_on(link, route, body)
+        await self._send_on(link, route, body, parts)
         if self.reply.unanswered:
             # Its connection is closed: no channel is left by which that answer could become a turn.
             link.abort()
             self._move(State.UNKNOWN, how="asked_again")
             self.reply.begin_again()
             self.attempt += 1
+            self.carried = Carried(self.record.failed)
+            for part in parts:
+                self.carried.took(part)
             link = await self._claim_and_connect(route)
             if link is not None:
-                await self._send_on(link, route, body)
+                await self._send_on(link, route, body, parts)
 
     def _may_repeat(self, route: Route) -> bool:
         """Whether the scope allows a second attempt where nobody can tell the first one from none."""
@@ -457,9 +473,9 @@ class Exchange:
         confirmed = dispatch is not None and dispatch.ended_by == "connection_end"
         return self.reply.enforced and confirmed and self._policy(route).reattempt == "confirmed"
 
-    async def _send_on(self, link: Link, route: Route, body: bytes) -> None:
+    async def _send_on(self, link: Link, route: Route, body: bytes, parts: Sequence[bytes]) -> None:
         link.expect_answer(informed=self.reply.inform)
-        link.writelines([self._head_for(link, route), self._piece(body), self._last_piece()])
+        link.writelines([self._head_for(link, route), *map(self._piece, parts), self._last_piece()])
         self._move(State.SENT)
         if route.dialect is not None:
             await asyncio.sleep(0)  # the transport writes at the end of the loop's turn
@@ -563,7 +579,7 @@ class Exchange:
         app = self.app
         app.continue_due = False  # the provider is asked, and its own word passed on
         link.expect_answer(head_request=app.head.method == "HEAD", informed=self.reply.inform)
-        ready = app.read_ready()
+        ready = self._read_ready()
         self.record.request_bytes = len(ready)
         if kept is not None:
             kept.add(ready)
@@ -581,7 +597,7 @@ class Exchange:
         await _cancelled(upload)
 
     async def _upload_rest(self, link: Link, kept: Kept | None) -> None:
-        while data := await self.app.read():
+        while data := await self._read():
             self.record.request_bytes += len(data)
             if kept is not None:
                 kept.add(data)
@@ -590,9 +606,11 @@ class Exchange:
         link.write(self._last_piece())
 
     def _piece(self, data: bytes) -> bytes:
+        self.carried.gave(data)
         return wire.chunk(data) if data and self.app.head.framing is Framing.CHUNKED else data
 
     def _last_piece(self) -> bytes:
+        self.carried.whole = True
         return wire.LAST_CHUNK if self.app.head.framing is Framing.CHUNKED else b""
 
     async def _send_large(self, route: Route, kept: Kept) -> None:
@@ -677,6 +695,8 @@ class Exchange:
                     self.services.ledger.quarantine(late)
         for witness, detail in self.reply.witnessed():
             record.witnessed(witness, detail)
+        if record.api and not self.app.gone and (detail := self.carried.mismatch):
+            record.witnessed("byte_mismatch", detail)
         self._settle(verdict)
         if verdict is not None and not self.app.gone:
             self._remember(verdict)

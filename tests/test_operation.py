@@ -345,6 +345,19 @@ HALF_A_CALL = {
 SPOKEN = "SELECT witness, enforced FROM witness_spoke"
 
 
+@pytest.mark.parametrize("stage", ["observe", "enforce-tools"])
+async def test_a_request_that_does_not_go_out_as_it_came_in_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    async with Simulator() as provider, in_loop(tmp_path, both(provider), stage=stage) as proxy:
+        piece = exchange.Exchange._piece
+        monkeypatch.setattr(
+            exchange.Exchange, "_piece", lambda self, data: piece(self, data.replace(b"look", b"book"))
+        )
+        assert (await post(proxy.url, LOOK))[0] == 200
+    assert evidence(tmp_path, SPOKEN) == [("byte_mismatch", stage == "enforce-tools")]
+
+
 async def test_the_witnesses_have_nothing_to_say_of_sound_traffic(tmp_path: Path) -> None:
     async with Simulator() as provider, in_loop(tmp_path, both(provider), stage="enforce-tools") as proxy:
         assert (await post(proxy.url, LOOK))[0] == 200

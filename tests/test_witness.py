@@ -426,9 +426,9 @@ def test_recorded_answers_give_no_alarm_and_the_beginnings_of_their_calls_do() -
 # -- bytes in, bytes out ----------------------------------------------------------------------------------------------
 
 
-@given(st.binary(max_size=300), st.data())
-def test_a_flow_is_equal_however_it_is_cut(data: bytes, draws: st.DataObject) -> None:
-    flow = Flow()
+@given(st.binary(max_size=300), st.booleans(), st.data())
+def test_a_flow_is_equal_however_it_is_cut(data: bytes, same: bool, draws: st.DataObject) -> None:
+    flow = Flow(same=same)
     for part in recut(draws.draw, data):
         flow.took(part)
     for part in recut(draws.draw, data):
@@ -437,8 +437,27 @@ def test_a_flow_is_equal_however_it_is_cut(data: bytes, draws: st.DataObject) ->
     assert flow.bytes_in == flow.bytes_out == len(data)
 
 
-@given(st.binary(min_size=1, max_size=300), st.data())
-def test_a_flow_tells_of_any_byte_changed_lost_or_added(data: bytes, draws: st.DataObject) -> None:
+@given(st.lists(st.binary(max_size=9)), st.data())
+def test_a_flow_of_the_same_pieces_tells_from_where_on_others_went_out(
+    parts: list[bytes], draws: st.DataObject
+) -> None:
+    """Each piece goes out as it came in, as an equal one, or changed."""
+    flow = Flow(same=True)
+    changed = False
+    for part in parts:
+        flow.took(part)
+        how = draws.draw(st.sampled_from(["same", "equal", "changed"]))
+        changed = changed or (how == "changed" and bool(part))
+        others = {"equal": bytes(bytearray(part)), "changed": bytes(255 - byte for byte in part)}
+        flow.gave(others.get(how, part))
+    size = sum(map(len, parts))
+    assert flow.mismatch == (f"{size} bytes came in, others went out" if changed else "")
+
+
+@given(st.binary(min_size=1, max_size=300), st.booleans(), st.data())
+def test_a_flow_tells_of_any_byte_changed_lost_or_added(
+    data: bytes, same: bool, draws: st.DataObject
+) -> None:
     at = draws.draw(st.integers(0, len(data) - 1))
     changed = data[:at] + bytes([data[at] ^ draws.draw(st.integers(1, 255))]) + data[at + 1 :]
     others = {
@@ -447,7 +466,7 @@ def test_a_flow_tells_of_any_byte_changed_lost_or_added(data: bytes, draws: st.D
         f"{len(data)} bytes came in, {len(data) + 1} went out": data[:at] + b"\x00" + data[at:],
     }
     for expected, out in others.items():
-        flow = Flow()
+        flow = Flow(same=same)
         flow.took(data)
         flow.gave(out)
         assert flow.mismatch == expected
