@@ -780,7 +780,7 @@ MESSAGE = st.dictionaries(st.sampled_from(["role", "name", "é", "x"]), VALUES) 
     ascii_only=st.booleans(),
     where=st.integers(0, 3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_key_is_found_repeated_exactly_where_it_is(
     messages: list[Json], indent: int | None, compact: bool, ascii_only: bool, where: int
 ) -> None:
@@ -937,7 +937,7 @@ def mutated(body: bytes, rng: random.Random) -> bytes:
 
 @BOTH
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_mutation_of_a_real_body_raises_anything_else(dialect: Dialect, seed: int) -> None:
     rng = random.Random(seed)
     stream = mutated(REAL_STREAMS[dialect.api], rng)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from turngate.proxy import cli_unknown
 from turngate.proxy.simulator import Simulator
 
-RACES: Final = int(os.environ.get("RACES", "100"))
+RACES: Final = int(os.environ.get("RACES", "50"))
 NAMED: Final[dict[str, Any]] = {"conversation_from": "x-chat"}
 TOOLS: Final = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 USER: Final = {"role": "user", "content": "Go on."}

@@ -286,7 +286,7 @@ def walks(draw: st.DrawFn) -> tuple[list[StateChanged], str]:
 
 
 @given(walk=walks(), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_dispatch_stands_where_its_moves_lead_whatever_the_clock_says(
     walk: tuple[list[StateChanged], str], seed: int
 ) -> None:

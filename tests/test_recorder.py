@@ -128,7 +128,7 @@ SUMS = {
 
 
 @given(segments=st.lists(st.lists(any_event(), max_size=12), max_size=4))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_rows_are_the_events_and_metrics_are_sums_over_rows(segments: list[list[Event]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Place(Path(name))

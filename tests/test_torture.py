@@ -30,7 +30,7 @@ from turngate.validators.stream import Ending
 SHARED: Final = Path(os.environ.get("TURNGATE_SHARED") or Path(__file__).parents[2] / "shared")
 RECORDINGS: Final = SHARED / "traffic" / "dev.jsonl.gz"
 VARIANTS_OF_A_RECORDING: Final = 60
-ONE_IN: Final = 12
+ONE_IN: Final = 24
 
 CHAT: Final = registry.CHAT.api
 MESSAGES: Final = registry.MESSAGES.api
